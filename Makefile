@@ -1,0 +1,33 @@
+# Each target works from a fresh clone: the virtual environment is made when it is missing or out of date.
+PYTHON ?= python3
+RUN = .venv/bin/python -m
+.DEFAULT_GOAL := help
+
+help:            ## what there is
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/'
+
+venv:            ## make .venv with what training needs
+	@$(PYTHON) tools/make_venv.py
+
+dev:             ## the same, and what the tests need
+	@$(PYTHON) tools/make_venv.py dev
+
+train: venv      ## train the tiny recipe on the text of this Python installation, then open runs/*/report.html
+	@.venv/bin/surefoot train tiny
+
+test: dev        ## the test suite
+	@OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist worksteal -m "not proof and not device"
+
+check: dev       ## format, lint, types and the laws of the tree
+	@$(RUN) ruff format --check src tests benchmarks tools
+	@$(RUN) ruff check src tests benchmarks tools
+	@$(RUN) mypy
+	@OMP_NUM_THREADS=1 $(RUN) pytest tests/architecture
+
+proof: dev       ## the long proofs; resumable, results under docs/proof
+	@$(RUN) surefoot.proof.kill --kills 100 --out docs/proof
+
+device-check: dev ## the checks that need a GPU
+	@$(RUN) pytest -m device tests/device
+
+.PHONY: help venv dev train test check proof device-check

@@ -1,0 +1,1 @@
+"""Surefoot pretrains language models and keeps the run on its feet."""

@@ -1,0 +1,98 @@
+"""``surefoot``: finds the command, runs it, and turns errors into a text and an exit code."""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from surefoot.cli import exit_codes
+from surefoot.config.errors import ConfigError, unknown_choice
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("surefoot.cli.train", "train a recipe, or continue its run"),
+    "fork": ("surefoot.cli.fork", "start a new run from a checkpoint, with changed settings"),
+    "runs": ("surefoot.cli.runs", "list, show and compare runs"),
+    "report": ("surefoot.cli.report", "write a run's report as one offline page"),
+    "sample": ("surefoot.cli.sample", "continue a text with a trained model"),
+    "data": ("surefoot.cli.data", "build, inspect and audit token shards"),
+    "doctor": ("surefoot.cli.doctor", "measure what this machine can do"),
+    "config": ("surefoot.cli.config", "show a config, or what differs between two"),
+}
+"""Command, the module whose ``main(argv)`` runs it and returns the exit code, and what it does."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code. ``--debug`` anywhere shows tracebacks."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of a pipe has gone (`surefoot ... | head`); closing must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return exit_codes.DONE
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else exit_codes.DONE
+    except KeyboardInterrupt:
+        return exit_codes.INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the last frame of the program: everything becomes a text here
+        if debug:
+            traceback.print_exc()
+        code = exit_codes.code_of(error)
+        print(_text(error, code), file=sys.stderr)
+    return code
+
+
+def usage() -> str:
+    """The help of ``surefoot`` itself."""
+    width = max(map(len, COMMANDS))
+    lines = ["usage: surefoot COMMAND ...", "", "Pretrains language models and keeps the run on its feet.", ""]
+    lines += [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    lines += [
+        "",
+        "surefoot COMMAND --help says more. Start with: surefoot train tiny",
+        "--debug anywhere shows the traceback of an error; --version prints the version;",
+        "--completion bash|zsh prints a completion script: eval \"$(surefoot --completion bash)\".",
+    ]
+    return "\n".join(lines)
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return exit_codes.DONE if words else exit_codes.CONFIG
+    name, *rest = words
+    if name == "--version":
+        print(_version())
+        return exit_codes.DONE
+    if name in ("--completion", "--complete"):
+        return int(importlib.import_module("surefoot.cli.completion").main(name, rest))
+    if name not in COMMANDS:
+        raise ConfigError([unknown_choice("command", name, COMMANDS)])
+    return int(importlib.import_module(COMMANDS[name][0]).main(rest))
+
+
+def _version() -> str:
+    from importlib.metadata import version  # noqa: PLC0415 - 20 ms that no other command needs
+
+    return f"surefoot {version('surefoot')}"
+
+
+def _text(error: Exception, code: int) -> str:
+    """What a person reads of an error that ended a command."""
+    if code == exit_codes.INTERNAL:
+        return f"internal error: {type(error).__name__}: {error}\n--debug shows where; please report it"
+    if isinstance(error, ConfigError) and len(error.problems) > 1:
+        return f"{len(error.problems)} mistakes:\n{error}"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}: install it into this environment ({sys.prefix})"
+    if type(error) in (OSError, *OSError.__subclasses__()) and error.strerror:  # type: ignore[attr-defined]
+        return f"{error.filename or 'operating system'}: {error.strerror}"  # type: ignore[attr-defined]
+    return str(error) or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Where tokens come from and how they become batches."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonInstallation:
+    """Text every machine has: the standard library of the running Python, without site-packages and test folders."""
+
+    kind: Literal["python"] = "python"
+    part: Literal["code", "prose"]
+    """code: modules with their docstrings removed (pydoc's topics file left out). prose: the docstrings, one document per module, and pydoc's topics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFiles:
+    """One UTF-8 document per file."""
+
+    kind: Literal["text"] = "text"
+    glob: str
+    """Pattern of the files, ``**`` allowed; sorted by path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """Native token shards written by ``surefoot data build``."""
+
+    kind: Literal["shards"] = "shards"
+    path: str
+    """Folder that holds manifest.json; its train and val splits are used as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One domain of the mixture."""
+
+    name: str
+    """Name of the domain, as it appears in metrics (``eval/<name>/bits_per_byte``)."""
+    documents: PythonInstallation | TextFiles | Shards
+    weight: float = 1.0
+    """Share of rows, relative to the other sources; above 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BytesTokenizer:
+    """One token per byte, 256 the end of a document."""
+
+    kind: Literal["bytes"] = "bytes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BpeTokenizer:
+    """Byte-level BPE trained on the training documents of all sources, deterministic."""
+
+    kind: Literal["bpe"] = "bpe"
+    vocab_size: int = 4096
+    """Tokens, the end of a document included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFile:
+    """A ``tokenizer.json`` of the tokenizers library."""
+
+    kind: Literal["file"] = "file"
+    path: str
+    eos_token: str = "<|endoftext|>"
+    """The token appended to every document; must be in the vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureStage:
+    """Source weights from a row onward; replaces the sources' own weights."""
+
+    start_row: int
+    """First global row of the stage; rounded up to a mixture block."""
+    weights: tuple[float, ...]
+    """One per source, in the order of the sources."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchStage:
+    """Rows per batch from a batch onward: a batch-size ramp is a list of stages."""
+
+    start_batch: int
+    """First batch_index of the stage; above 0."""
+    batch_size: int
+    """Rows per batch from there on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusion:
+    """A document blanked from a batch onward: its ids become one fixed id, its targets are ignored."""
+
+    document: str
+    """16 hex digits: the document's 64-bit content hash."""
+    from_batch: int = 0
+    """First batch_index it applies to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """A mixture of sources cut into rows of ``seq_len`` tokens; batch number n is a pure function of this, the seed and the exclusions."""
+
+    sources: tuple[SourceConfig, ...]
+    tokenizer: BytesTokenizer | BpeTokenizer | TokenizerFile = BytesTokenizer()
+    seq_len: int
+    """Tokens per row (T)."""
+    batch_size: int
+    """Rows per batch, over all ranks and micro-batches (B)."""
+    batch_stages: tuple[BatchStage, ...] = ()
+    mixture_stages: tuple[MixtureStage, ...] = ()
+    document_mask: bool = True
+    """Tokens attend only inside their own document, and positions restart with it."""
+    val_fraction: float = 0.1
+    """Share of the documents of each domain held out, chosen by document hash."""
+    exclude: tuple[Exclusion, ...] = ()
+    """Documents blanked by choice; those the guard blanks are in the ledger."""
+    cache_dir: str = "runs/.data"
+    """Where shards built from text are kept, one folder per fingerprint."""

@@ -1,0 +1,72 @@
+"""A run is its config: everything that decides what is computed, in one frozen value."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from surefoot.config.data import DataConfig
+from surefoot.config.guard import GuardConfig
+from surefoot.config.model import ModelConfig
+from surefoot.config.optim import OptimConfig
+from surefoot.config.parallel import ParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When state goes to disk and what is kept of it."""
+
+    every: int = 200
+    """Steps between checkpoints; 0 is only at the end and on a signal."""
+    keep_last: int = 2
+    """Newest checkpoints kept; the newest certified one is kept besides."""
+    keep_every: int = 0
+    """Checkpoints at multiples of this many steps are kept for good; 0 is none."""
+    asynchronous: bool = True
+    """Write in the background while training goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Held-out loss per domain."""
+
+    every: int = 100
+    """Steps between evaluations; 0 is only at the end."""
+    rows: int = 64
+    """Rows per domain on the cadence, the first of the split; 0 is all. The end of a run takes all."""
+    batch_size: int = 16
+    """Rows per forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is written down besides every step's row."""
+
+    print_every: int = 10
+    """Steps between lines in a log; a terminal shows a live line instead."""
+    digest_every: int = 0
+    """Steps between state digests in the rows; 0 is only at checkpoints."""
+    trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    """Other places that get the rows; each needs its extra installed."""
+    sample_tokens: int = 96
+    """Tokens of the continuation shown per domain at the end; 0 is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One pretraining run."""
+
+    recipe: str
+    """Name of the recipe this came from."""
+    steps: int
+    """Applied updates at which the run ends."""
+    seed: int = 0
+    """Of initialisation, order of data and every other draw."""
+    determinism: Literal["strict", "fast"] = "strict"
+    """strict: two runs give the same bits; fast: whatever kernel is quickest."""
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig = OptimConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    guard: GuardConfig = GuardConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()

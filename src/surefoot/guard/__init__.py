@@ -1,0 +1,1 @@
+"""Signals, findings, diagnosis, action: pure functions over numbers. No torch, no files."""

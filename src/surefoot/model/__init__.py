@@ -1,0 +1,1 @@
+"""The network, written for one device. It never mentions a mesh and reshapes by head width, never by head count."""

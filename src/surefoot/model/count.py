@@ -1,0 +1,152 @@
+"""Parameters, floating-point operations and bytes of a model, from its config alone. No torch, so that planning answers at once.
+
+Conventions. A multiply and an add are two operations. A training step costs forward plus backward, three times the forward. Counted are
+matrix products only: projections, feed-forward, output projection and the two products of attention; norms, RoPE, softmax, the embedding
+look-up and recomputation are not. Per token that is 6 operations per matmul parameter (2 forward, 4 backward; arXiv:2001.08361 section
+2.1) plus 12 N H S per layer for attention over S keys (arXiv:2204.02311 appendix B).
+"""
+
+from dataclasses import dataclass
+
+from surefoot.config.model import Custom, GroupedQueryAttention, ModelConfig, RMSNorm, SwiGLU
+
+
+class CountError(Exception):
+    """A count that the config alone cannot give."""
+
+
+@dataclass(frozen=True)
+class ParamCount:
+    """Parameters by what they are."""
+
+    total: int
+    embedding: int
+    """The input embedding table; under tied embeddings it is the output projection too."""
+    output: int
+    """The output projection of its own; 0 when tied."""
+
+    @property
+    def non_embedding(self) -> int:
+        """All but the input table and an output projection of its own."""
+        return self.total - self.embedding - self.output
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """Forward plus backward, per token of a row of ``seq_len``."""
+
+    matmul: float
+    """6 per parameter that takes part in a product, the output projection included."""
+    attention_causal: float
+    """Scores and weighted values over the keys a causal token can see, (seq_len + 1) / 2 on average; document boundaries are not deducted."""
+    attention_full: float
+    """The same over all seq_len keys: the convention of PaLM and of most published MFU figures."""
+
+    @property
+    def causal(self) -> float:
+        """What a step really needs; the figure behind ``perf/mfu``."""
+        return self.matmul + self.attention_causal
+
+    @property
+    def full(self) -> float:
+        """As published figures count."""
+        return self.matmul + self.attention_full
+
+
+@dataclass(frozen=True)
+class CustomCount:
+    """What parts built by the user add; the torch side measures it on the built model (``surefoot.model.parts.custom_count``)."""
+
+    params: int
+    flops_per_token: float
+    """Forward plus backward, at the seq_len it was asked for."""
+
+
+def num_params(cfg: ModelConfig, custom: CustomCount | None = None) -> ParamCount:
+    """Parameters of the model ``cfg`` describes.
+
+    Raises CountError for a model with Custom parts unless their count is passed.
+    """
+    _require_custom(cfg, custom)
+    per_layer = _attention_params(cfg) + _feed_forward_params(cfg) + 2 * _norm_params(cfg)
+    embedding = cfg.vocab_size * cfg.d_model
+    output = 0 if cfg.tie_embeddings else embedding
+    total = embedding + output + cfg.num_layers * per_layer + _norm_params(cfg) + (custom.params if custom else 0)
+    return ParamCount(total=total, embedding=embedding, output=output)
+
+
+def flops(cfg: ModelConfig, seq_len: int, custom: CustomCount | None = None) -> FlopCount:
+    """Operations per token, forward plus backward; see the conventions above. Custom parts count as they say, under ``matmul``."""
+    _require_custom(cfg, custom)
+    matmul_params = cfg.vocab_size * cfg.d_model + cfg.num_layers * (
+        _projection_params(cfg) + _feed_forward_params(cfg)
+    )
+    width = cfg.attention.num_heads * cfg.attention.d_head if isinstance(cfg.attention, GroupedQueryAttention) else 0
+    return FlopCount(
+        matmul=6.0 * matmul_params + (custom.flops_per_token if custom else 0.0),
+        attention_causal=6.0 * cfg.num_layers * width * (seq_len + 1),
+        attention_full=12.0 * cfg.num_layers * width * seq_len,
+    )
+
+
+def flops_per_token(cfg: ModelConfig, seq_len: int, custom: CustomCount | None = None) -> float:
+    """Forward plus backward operations of one token of a row of ``seq_len``, causal half of attention counted."""
+    return flops(cfg, seq_len, custom).causal
+
+
+def activation_bytes(cfg: ModelConfig, rows: int, seq_len: int, element_bytes: int) -> int:
+    """Estimate of what one forward of ``rows`` x ``seq_len`` tokens keeps for its backward, in bytes.
+
+    Counted are the inputs of every product, norm and gate, the attention weights of the eager backend (a block of queries keeps only the
+    keys it can see, on average half), and the largest chunk of logits with its gradient. Built-in parts only: a Custom part counts as nothing.
+    """
+    tokens = rows * seq_len
+    norms = 2 * 2 * cfg.d_model + 2 * cfg.d_model
+    attention = feed_forward = 0
+    if isinstance(cfg.attention, GroupedQueryAttention):
+        part = cfg.attention
+        width = part.d_head * (2 * part.num_heads + 2 * part.num_kv_heads)
+        attention = (2 * width if part.qk_norm else width) + part.num_heads * (seq_len + 1) // 2
+    if isinstance(cfg.feed_forward, SwiGLU):
+        feed_forward = 4 * cfg.feed_forward.d_ff
+    layers = cfg.num_layers * tokens * (norms + attention + feed_forward) * element_bytes
+    chunk = min(tokens, cfg.loss.chunk_tokens) * cfg.vocab_size * (4 + 2 * element_bytes)
+    head = 2 * tokens * cfg.d_model * element_bytes + cfg.vocab_size * cfg.d_model * (4 + element_bytes)
+    return layers + chunk + head
+
+
+def state_bytes(cfg: ModelConfig, custom: CustomCount | None = None, *, element_bytes: int = 4) -> int:
+    """Weights, gradients and the two moments of AdamW, in bytes: four numbers per parameter."""
+    return 4 * element_bytes * num_params(cfg, custom).total
+
+
+def _require_custom(cfg: ModelConfig, custom: CustomCount | None) -> None:
+    for name in ("attention", "feed_forward", "norm"):
+        part = getattr(cfg, name)
+        if isinstance(part, Custom) and custom is None:
+            raise CountError(
+                f"model.{name} is built by {part.build!r}, whose size the config does not tell; "
+                "build the model (meta device is enough) and pass surefoot.model.parts.custom_count(model, seq_len)"
+            )
+
+
+def _projection_params(cfg: ModelConfig) -> int:
+    part = cfg.attention
+    if not isinstance(part, GroupedQueryAttention):
+        return 0
+    return 2 * cfg.d_model * part.d_head * (part.num_heads + part.num_kv_heads)
+
+
+def _attention_params(cfg: ModelConfig) -> int:
+    qk_norms = (
+        2 * cfg.attention.d_head if isinstance(cfg.attention, GroupedQueryAttention) and cfg.attention.qk_norm else 0
+    )
+    return _projection_params(cfg) + qk_norms
+
+
+def _feed_forward_params(cfg: ModelConfig) -> int:
+    return 3 * cfg.d_model * cfg.feed_forward.d_ff if isinstance(cfg.feed_forward, SwiGLU) else 0
+
+
+def _norm_params(cfg: ModelConfig) -> int:
+    return cfg.d_model if isinstance(cfg.norm, RMSNorm) else 0

@@ -1,0 +1,102 @@
+"""Next-token cross-entropy in nats, with the output projection folded in so that all logits never exist at once."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORE = -100
+"""A target that is not predicted."""
+
+
+class LossSums(NamedTuple):
+    """Sums over the targets of one micro-batch, not divided: the caller knows the global count. All but ``objective`` are detached."""
+
+    objective: Tensor
+    """What is minimised: ce_sum + z_loss * z_sum."""
+    ce_sum: Tensor
+    """Cross-entropy in nats."""
+    z_sum: Tensor
+    """Squared log-normaliser of the logits (arXiv:2204.02311 section 5)."""
+    lse_sum: Tensor
+    """Log-normaliser of the logits."""
+    lse_max: Tensor
+    """Its largest value; -inf where nothing is predicted."""
+    token_losses_BT: Tensor
+    """Cross-entropy of each token, 0 where nothing is predicted."""
+
+
+def next_token_loss(
+    hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, z_loss: float, chunk_tokens: int
+) -> LossSums:
+    """Cross-entropy of logits hidden weight^T, and z_loss times the squared log-normaliser.
+
+    Gradients are computed chunk by chunk along with the loss, when any is needed. Precision: the product is rounded to the dtype of hidden
+    (as a plain ``F.linear`` is); normaliser, losses and sums are fp32; the logits' gradient is rounded to the dtype of hidden for its two
+    products, whose results are summed over chunks in fp32 for the weight. In fp64 everything is fp64. Tokens with target IGNORE contribute
+    nothing, whatever their hidden state holds.
+    """
+    needs_grad = torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad)
+    flat = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
+    outputs = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        flat, weight_VD, targets_BT.reshape(-1), z_loss, chunk_tokens, needs_grad
+    )
+    objective, ce_sum, z_sum, lse_sum, lse_max, losses = outputs
+    return LossSums(objective, ce_sum, z_sum, lse_sum, lse_max, losses.view(targets_BT.shape))
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """The backward only scales what the forward already computed: the objective is a scalar, so its gradient is known up to a factor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, chunk_tokens: int, needs_grad: bool
+    ) -> tuple[Tensor, ...]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        product_weight = weight.to(hidden.dtype)
+        losses = torch.empty(targets.shape, dtype=wide, device=hidden.device)
+        normalisers = torch.empty_like(losses)
+        grad_hidden = torch.empty_like(hidden) if needs_grad else None
+        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if needs_grad else None
+        for start in range(0, len(targets), chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            valid = targets[chunk] != IGNORE
+            # dropped before the product: a NaN in an ignored row would otherwise reach the weight's gradient as 0 x NaN
+            rows = torch.where(valid[:, None], hidden[chunk], 0)
+            labels = torch.where(valid, targets[chunk], 0)[:, None]
+            logits = (rows @ product_weight.t()).to(wide)
+            lse = torch.logsumexp(logits, dim=-1)
+            losses[chunk] = torch.where(valid, lse - logits.gather(1, labels)[:, 0], 0)
+            normalisers[chunk] = torch.where(valid, lse, 0)
+            if grad_hidden is not None and grad_weight is not None:
+                slope = torch.where(valid, 1 + 2 * z_loss * lse, 0)
+                grad = logits.sub_(lse[:, None]).exp_().mul_(slope[:, None])
+                grad.scatter_add_(1, labels, -valid.to(wide)[:, None])
+                grad = grad.to(hidden.dtype)
+                torch.mm(grad, product_weight, out=grad_hidden[chunk])
+                grad_weight += grad.t() @ rows
+        ce_sum, z_sum = losses.sum(), normalisers.square().sum()
+        lse_max = torch.where(targets != IGNORE, normalisers, float("-inf")).max()
+        outputs = (ce_sum + z_loss * z_sum, ce_sum, z_sum, normalisers.sum(), lse_max, losses)
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)
+        if needs_grad:
+            ctx.save_for_backward(grad_hidden, grad_weight)
+            ctx.weight_dtype = weight.dtype
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if scale is None:
+            return (None,) * 6
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return (
+            grad_hidden * scale.to(grad_hidden.dtype),
+            (grad_weight * scale).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+            None,
+        )

@@ -1,0 +1,35 @@
+"""Norms of the residual stream and of single heads."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surefoot.config.model import ModelConfig, RMSNorm
+from surefoot.model.parametrization import Role
+from surefoot.model.parts import build_custom
+
+
+class RootMeanSquareNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) times a learned gain, over the last dim (arXiv:1910.07467 eq. 4).
+
+    Statistics and product are in fp32 (fp64 for fp64 inputs) and rounded once, to the dtype of x.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        return F.rms_norm(wide, self.weight.shape, self.weight.to(x.dtype).to(wide.dtype), self.eps).to(x.dtype)
+
+    def roles(self) -> dict[str, Role]:
+        return {"weight": "norm"}
+
+
+def build_norm(cfg: ModelConfig, layer: int) -> nn.Module:
+    """The norm of ``cfg.norm`` over d_model; ``layer`` is num_layers for the last one, before the output projection."""
+    if isinstance(cfg.norm, RMSNorm):
+        return RootMeanSquareNorm(cfg.d_model, cfg.norm.eps)
+    return build_custom(cfg.norm, cfg, layer, place="model.norm")

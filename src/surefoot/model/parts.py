@@ -1,0 +1,103 @@
+"""Where parts plug in: what every part is given, the layers all parts share, and parts built by the user."""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surefoot.config.model import Custom, ModelConfig
+from surefoot.model.attention_backends import AttentionBackend
+from surefoot.model.count import CustomCount
+from surefoot.model.rope import Rotation
+
+
+class PartError(Exception):
+    """A part that cannot be built, or that does not say what its parameters are."""
+
+
+class Linear(nn.Linear):
+    """A product without bias, in the dtype of its input; the weight keeps its own dtype. Starts undrawn."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Nothing: parameters are drawn by name, see parametrization."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight.to(input.dtype))
+
+
+class Embedding(nn.Embedding):
+    """One row per token id, looked up and then rounded to the compute dtype. Starts undrawn."""
+
+    def __init__(self, vocab_size: int, d_model: int, compute_dtype: torch.dtype) -> None:
+        super().__init__(vocab_size, d_model)
+        self.compute_dtype = compute_dtype
+
+    def reset_parameters(self) -> None:
+        """Nothing: parameters are drawn by name, see parametrization."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.embedding(input, self.weight).to(self.compute_dtype)
+
+
+@dataclass(frozen=True)
+class AttendContext:
+    """What one forward knows besides the residual stream; the same object for all layers.
+
+    Deliberately not a pytree: FSDP2 casts the tensors it finds in a module's arguments, and the angles must stay in fp32.
+    """
+
+    positions_BT: Tensor
+    """Position of each token in its document."""
+    documents_BT: Tensor | None
+    """Number of each token's document, BLANK (-1) where blanked; None when every row is one document."""
+    mask: Any
+    """What the attention backend prepared from the documents; None is plain causal."""
+    attend: AttentionBackend
+    """The kernel."""
+    rotation: Rotation | None
+    """RoPE of the built-in attention; None when the attention is Custom."""
+
+
+def build_custom(part: Custom, cfg: ModelConfig, layer: int, *, place: str) -> nn.Module:
+    """Calls the builder as ``build(model_cfg, layer, **kwargs)``.
+
+    The result must be an nn.Module with ``roles() -> dict[str, Role]`` for all of its parameters, by name inside the part, and
+    ``flops_per_token(seq_len) -> float``, forward plus backward; it may have ``writes_residual() -> tuple[str, ...]``, the matrices whose
+    start is scaled with depth. Attention and feed-forward are called with ``(x_BTD, context: AttendContext)``, a norm with ``(x_BTD)``.
+    Raises PartError.
+    """
+    module_name, colon, function_name = part.build.partition(":")
+    if not (colon and module_name and function_name):
+        raise PartError(f"{place}.build={part.build!r} is not of the form package.module:function")
+    try:
+        builder = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise PartError(
+            f"{place}.build={part.build!r} cannot be imported ({error}); is its folder on PYTHONPATH?"
+        ) from error
+    module = builder(cfg, layer, **part.kwargs)
+    if not isinstance(module, nn.Module):
+        raise PartError(f"{place}.build={part.build!r} returned {type(module).__name__}; a part is a torch.nn.Module")
+    for method, meaning in (("roles", "name the role of every parameter"), ("flops_per_token", "count operations")):
+        if not callable(getattr(module, method, None)):
+            raise PartError(
+                f"{place}.build={part.build!r} returned {type(module).__name__} without {method}(), to {meaning}"
+            )
+    return module
+
+
+def custom_count(model: nn.Module, seq_len: int) -> CustomCount:
+    """Parameters and operations of the user's parts in a built model (meta device is enough), for ``surefoot.model.count``."""
+    parts: list[Any] = [
+        module for module in model.modules() if callable(getattr(type(module), "flops_per_token", None))
+    ]
+    return CustomCount(
+        params=sum(parameter.numel() for part in parts for parameter in part.parameters()),
+        flops_per_token=float(sum(part.flops_per_token(seq_len) for part in parts)),
+    )

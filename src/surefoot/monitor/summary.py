@@ -1,0 +1,201 @@
+"""How a run went, in figures, from its folder alone: what the end of training, ``runs show`` and the report tell."""
+
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from surefoot.monitor.facts import RunFacts, Sample, Yardstick
+from surefoot.monitor.run import Columns, Run
+
+FINAL_STEPS = 50
+"""Updates whose mean is the final training loss: one batch alone is noise."""
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Held-out figures of one domain, and what general-purpose compressors need for the same bytes (NaN: not measured)."""
+
+    name: str
+    step: int
+    """Of the evaluation."""
+    loss: float
+    """Nats per token."""
+    bits_per_byte: float
+    first_bits_per_byte: float
+    """At the first evaluation of this run."""
+    zlib_bits_per_byte: float
+    xz_bits_per_byte: float
+
+    @property
+    def yardstick(self) -> str:
+        """How it compares, in words; empty where nothing was measured."""
+        if math.isnan(self.zlib_bits_per_byte):
+            return ""
+        if self.bits_per_byte < min(self.zlib_bits_per_byte, self.xz_bits_per_byte):
+            best = min(self.zlib_bits_per_byte, self.xz_bits_per_byte)
+            return f"{100 * (1 - self.bits_per_byte / best):.0f} % fewer bits than the better compressor"
+        return "a general-purpose compressor still does better"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of a run as it stands."""
+
+    name: str
+    folder: str
+    state: str
+    reason: str
+    steps: int
+    """Where it is to end; 0 when unknown."""
+    step: int
+    batch_index: int
+    """Batches consumed."""
+    tokens: int
+    final_loss: float
+    """Mean training loss of the last FINAL_STEPS updates, nats per token."""
+    last_loss: float
+    train_s: float
+    """Time of the steps that count."""
+    lost_s: float
+    """Time of steps that a rollback or resume took the place of."""
+    tokens_per_s: float
+    """Median over the steps that count."""
+    mfu: float
+    """Median; NaN where it was not measured."""
+    memory_gib: float
+    skipped: int
+    rollbacks: int
+    resumes: int
+    excluded: tuple[str, ...]
+    """Documents blanked by decisions."""
+    checkpoint: str
+    """Newest surviving one; empty where there is none."""
+    state_digest: str
+    """Of the newest surviving checkpoint or the finish."""
+    domains: tuple[Domain, ...]
+    samples: tuple[Sample, ...]
+    facts: RunFacts | None
+    how_to_continue: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; what is unknown is null."""
+        return {key: _json(value) for key, value in asdict(self).items()}
+
+
+def summarise(run: Run) -> Summary:
+    """Read a run and condense it; works on one that is running or was killed."""
+    metrics, status = run.metrics(), run.status()
+    trained = ~np.nan_to_num(column(metrics, "train/skipped")).astype(bool)
+    losses = column(metrics, "train/loss")[trained]
+    losses = losses[np.isfinite(losses)]
+    event = run.last_event("facts")
+    facts = RunFacts.read(event) if event else None
+    steps = int(run.config.get("steps") or (facts.steps if facts else 0))
+    checkpoints = run.ledger.surviving_checkpoints()
+    count = len(metrics["step"])
+    return Summary(
+        name=run.name,
+        folder=str(run.folder),
+        state=status.state,
+        reason=status.reason,
+        steps=steps,
+        step=max(int(metrics["step"][-1]) if count else 0, 0),
+        batch_index=int(metrics["batch_index"][-1]) + 1 if count else 0,
+        tokens=max(int(metrics["tokens"].max()), 0) if count else 0,
+        final_loss=float(losses[-FINAL_STEPS:].mean()) if len(losses) else math.nan,
+        last_loss=float(losses[-1]) if len(losses) else math.nan,
+        train_s=float(np.nansum(column(metrics, "perf/step_s"))),
+        lost_s=float(sum(float(row.get("perf/step_s", 0.0)) for row in run.abandoned_rows)),
+        tokens_per_s=_median(column(metrics, "perf/tokens_per_s")),
+        mfu=_median(column(metrics, "perf/mfu")),
+        memory_gib=_largest(column(metrics, "perf/memory_gib")),
+        skipped=len(run.ledger.skips()),
+        rollbacks=sum(attempt.reason == "rollback" for attempt in run.attempts),
+        resumes=sum(attempt.reason == "resume" for attempt in run.attempts),
+        excluded=tuple(item.document for item in run.ledger.exclusions),
+        checkpoint=checkpoints[-1].name if checkpoints else "",
+        state_digest=_digest(run),
+        domains=domains(run, metrics),
+        samples=_samples(run),
+        facts=facts,
+        how_to_continue=_how_to_continue(run, status.state, steps),
+    )
+
+
+def column(metrics: Columns, name: str) -> Any:
+    """A metric's array; NaN throughout where the run never wrote it."""
+    return metrics[name] if name in metrics else np.full(len(metrics["step"]), np.nan)
+
+
+def domain_names(metrics: Mapping[str, Any]) -> list[str]:
+    """Domains that were evaluated, in the order of their first row."""
+    found = [name.split("/")[1] for name in metrics if name.startswith("eval/") and name.endswith("/bits_per_byte")]
+    return list(dict.fromkeys(found))
+
+
+def domains(run: Run, metrics: Columns) -> tuple[Domain, ...]:
+    """The newest held-out figures of every domain, beside the compressors'."""
+    sticks = {e["domain"]: Yardstick.read(e) for e in run.events if e["kind"] == Yardstick.kind}
+    found = []
+    for name in domain_names(metrics):
+        bits, loss = metrics[f"eval/{name}/bits_per_byte"], column(metrics, f"eval/{name}/loss")
+        places = np.flatnonzero(~np.isnan(bits))
+        if not len(places):
+            continue
+        last, stick = places[-1], sticks.get(name)
+        found.append(
+            Domain(
+                name=name,
+                step=int(metrics["step"][last]),
+                loss=float(loss[last]),
+                bits_per_byte=float(bits[last]),
+                first_bits_per_byte=float(bits[places[0]]),
+                zlib_bits_per_byte=stick.zlib_bits_per_byte if stick else math.nan,
+                xz_bits_per_byte=stick.xz_bits_per_byte if stick else math.nan,
+            )
+        )
+    return tuple(found)
+
+
+def _samples(run: Run) -> tuple[Sample, ...]:
+    newest = {event["domain"]: Sample.read(event) for event in run.events if event["kind"] == Sample.kind}
+    return tuple(newest.values())
+
+
+def _digest(run: Run) -> str:
+    if run.ledger.finish:
+        return str(run.ledger.finish["digest"])
+    checkpoints = run.ledger.surviving_checkpoints()
+    return checkpoints[-1].digest if checkpoints else ""
+
+
+def _how_to_continue(run: Run, state: str, steps: int) -> str:
+    if state == "finished":
+        return f"surefoot fork {shlex.quote(str(run.folder))} --at {steps} --set steps={2 * steps}"
+    argv = run.environment.get("argv")
+    if not isinstance(argv, list) or not argv:
+        return ""
+    program, *rest = (str(word) for word in argv)
+    return shlex.join([program.rsplit("/", 1)[-1], *(word for word in rest if word != "--fresh")])
+
+
+def _median(values: Any) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else math.nan
+
+
+def _largest(values: Any) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.max()) if len(finite) else math.nan
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _json(item) for key, item in value.items()}
+    return [_json(item) for item in value] if isinstance(value, list | tuple) else value

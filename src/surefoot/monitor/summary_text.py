@@ -1,0 +1,89 @@
+"""The end of a run in a dozen lines that need no explanation."""
+
+import math
+import textwrap
+
+from surefoot.monitor.facts import Sample
+from surefoot.monitor.summary import Domain, Summary
+from surefoot.monitor.wording import duration, percent, several, short
+
+WIDTH = 78
+
+
+def summary_text(summary: Summary, report: str = "") -> str:
+    """Loss, held-out bits per byte beside the compressors', time, what went wrong, samples, what to do next."""
+    blocks = [_headline(summary), _domains(summary.domains), _figures(summary)]
+    blocks += [_sample(sample) for sample in summary.samples]
+    blocks.append(_next(summary, report))
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _headline(summary: Summary) -> str:
+    goal = f" of {summary.steps:,}" if summary.steps and summary.step != summary.steps else ""
+    how = {
+        "finished": "finished after",
+        "stopped": "stopped at",
+        "crashed": "ended without a word at",
+        "running": "is running, at",
+        "empty": "has not started, at",
+    }[summary.state]
+    reason = f" ({summary.reason})" if summary.reason else ""
+    return f"{summary.name} {how} step {summary.step:,}{goal}{reason}."
+
+
+def _domains(domains: tuple[Domain, ...]) -> str:
+    if not domains:
+        return "No held-out evaluation yet."
+    wide = max(len(domain.name) for domain in domains)
+    lines = ["Held-out text, bits per byte (lower is better; 8 is no compression):"]
+    lines.append(f"  {'':{wide}}  {'model':>7}  {'zlib -9':>7}  {'xz':>7}")
+    for domain in domains:
+        row = f"  {domain.name:{wide}}  {domain.bits_per_byte:7.3f}"
+        row += f"  {_figure(domain.zlib_bits_per_byte):>7}  {_figure(domain.xz_bits_per_byte):>7}"
+        lines.append(f"{row}  {domain.yardstick}".rstrip())
+    return "\n".join(lines)
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "-"
+
+
+def _figures(summary: Summary) -> str:
+    lost = f", and {duration(summary.lost_s)} on steps that were redone" if summary.lost_s >= 1 else ""
+    speed = f", {short(summary.tokens_per_s)} tokens/s" if math.isfinite(summary.tokens_per_s) else ""
+    mfu = f", {percent(summary.mfu)} of the matmul peak (MFU)" if math.isfinite(summary.mfu) else ""
+    lines = []
+    if math.isfinite(summary.final_loss):
+        lines.append(f"training loss  {summary.final_loss:.3f} nats per token (mean of the last updates)")
+    lines.append(f"time           {duration(summary.train_s)} of training{lost}")
+    lines.append(f"tokens         {short(summary.tokens)}{speed}{mfu}")
+    lines.append(f"stability      {_stability(summary)}")
+    return "\n".join(lines)
+
+
+def _stability(summary: Summary) -> str:
+    parts = [several(summary.skipped, "skipped step"), several(summary.rollbacks, "rollback")]
+    if summary.resumes:
+        parts.append(several(summary.resumes, "resume"))
+    if summary.excluded:
+        parts.append(several(len(summary.excluded), "excluded document"))
+    return ", ".join(parts)
+
+
+def _sample(sample: Sample) -> str:
+    """The prompt, a bar, what the model made of it, line by line as it wrote it."""
+    shown = f"{sample.prompt}▮{sample.text}".replace("\r", "")
+    lines = [piece for line in shown.split("\n") for piece in (textwrap.wrap(line, WIDTH - 4, **_KEEP) or [""])]
+    return f"{sample.domain}, continued by the model from ▮:\n" + "\n".join(f"  | {line}" for line in lines)
+
+
+_KEEP = {"drop_whitespace": False, "replace_whitespace": False, "expand_tabs": True}
+
+
+def _next(summary: Summary, report: str) -> str:
+    lines = [f"report     {report}"] if report else []
+    if summary.checkpoint:
+        lines.append(f"checkpoint {summary.folder}/checkpoints/{summary.checkpoint}")
+    if summary.how_to_continue:
+        lines.append(f"continue   {summary.how_to_continue}")
+    return "\n".join(lines)

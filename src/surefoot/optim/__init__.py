@@ -1,0 +1,1 @@
+"""How parameters move: groups by role, schedules in closed form, clipping, one exact global norm."""

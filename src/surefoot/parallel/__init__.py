@@ -1,0 +1,1 @@
+"""Makes a model run on many devices, from outside."""

@@ -1,0 +1,60 @@
+"""A model made ready for its layout, in one order: compile each block in place, shard or replicate, fill with initial values."""
+
+import shutil
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from surefoot.config.parallel import ParallelConfig
+from surefoot.parallel.forward_backward import ForwardBackward, PlainForwardBackward, sum_hook
+from surefoot.parallel.mesh import EnvironmentFault, World
+from surefoot.parallel.shard import fill_parameters, shard_parameters
+
+
+def apply_layout(
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    config: ParallelConfig,
+    world: World,
+    *,
+    compute: torch.dtype,
+    draw: Callable[[str, torch.Size, torch.dtype], Tensor],
+    fixed_order: bool,
+) -> ForwardBackward:
+    """Materialise a model built on the meta device under the layout, and return how it is run.
+
+    ``fixed_order`` keeps DDP from regrouping its buckets after the first step: a resumed process would otherwise sum in another order.
+    """
+    if compiles(config):
+        for block in blocks:
+            block.compile()
+    if world.size > 1 and config.data_parallel == "fsdp":
+        reduce = torch.float64 if compute == torch.float64 else torch.float32
+        shard_parameters(model, blocks, world, compute, reduce)
+    model.to_empty(device=world.device)
+    fill_parameters(model, draw)
+    if world.size > 1 and config.data_parallel == "ddp":
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=fixed_order,
+        )
+        wrapped.register_comm_hook(torch.distributed.group.WORLD, sum_hook)
+        return PlainForwardBackward(wrapped)
+    return PlainForwardBackward(model)
+
+
+def compiles(config: ParallelConfig) -> bool:
+    """Whether blocks are compiled. Raises EnvironmentFault when that is asked for and there is no C++ compiler."""
+    if config.compile == "off":
+        return False
+    if torch.cuda.is_available() or any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        return True
+    if config.compile == "on":
+        raise EnvironmentFault(
+            "parallel.compile=on, but there is no C++ compiler (c++, g++ or clang++); install one (Debian: apt-get install g++) or use --parallel.compile off"
+        )
+    return False

@@ -1,0 +1,63 @@
+"""How a batch becomes gradients: the seam where pipelines will plug in."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from surefoot.model.loss import LossSums
+
+
+class MicroBatch(Protocol):
+    """Rows of one forward and backward, on the device. All (B, T) integers."""
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    documents_BT: Tensor
+    targets_BT: Tensor
+
+
+class ForwardBackward(Protocol):
+    """Leaves the gradient of sum(objective) / ``num_targets`` in every ``.grad``, summed over micro-batches and ranks."""
+
+    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> list[LossSums]:
+        """The named sums of every micro-batch of this rank, detached."""
+
+
+class PlainForwardBackward:
+    """One micro-batch after the other; gradients cross ranks with the last one."""
+
+    def __init__(self, forward: nn.Module) -> None:
+        self.forward = forward
+        """The model as it is called: itself, its DDP wrapper, or sharded in place."""
+
+    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> list[LossSums]:
+        sums: list[LossSums] = []
+        for index, micro in enumerate(micro_batches):
+            with _reducing(self.forward, last=index == len(micro_batches) - 1):
+                parts: LossSums = self.forward(micro.tokens_BT, micro.positions_BT, micro.documents_BT, micro.targets_BT)
+                (parts.objective / num_targets).backward()
+            sums.append(parts)
+        return sums
+
+
+def _reducing(forward: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+    """Hold back the gradient reduction for all but the last micro-batch."""
+    if isinstance(forward, DistributedDataParallel) and not last:
+        return forward.no_sync()
+    if isinstance(forward, FSDPModule):
+        forward.set_is_last_backward(last)
+        forward.set_requires_gradient_sync(last)
+    return nullcontext()
+
+
+def sum_hook(group: torch.distributed.ProcessGroup, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's reduction as a plain sum: every loss is already divided by its global count, so an average would be wrong."""
+    work = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None
+    future: torch.futures.Future[list[Tensor]] = work.get_future()
+    return future.then(lambda done: done.value()[0])

@@ -1,0 +1,87 @@
+"""Which ranks there are, and where this one runs."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from surefoot.config.parallel import ParallelConfig
+
+
+class EnvironmentFault(Exception):
+    """The machine cannot do what was asked of it; the text says what is missing and the way out (exit code 4)."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place: ``size`` ranks, all of them data parallel."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh | None
+    """One axis ``dp`` over all ranks; None when there is one rank."""
+
+    @property
+    def leads(self) -> bool:
+        """Rank 0 writes the run folder."""
+        return self.rank == 0
+
+
+def join_world(config: ParallelConfig) -> World:
+    """Enter the process group that torchrun's environment describes (or that is already there), or stand alone.
+
+    Raises EnvironmentFault when cuda is asked for and there is none.
+    """
+    device = _choose_device(config)
+    _set_threads(config)
+    if not dist.is_initialized():
+        if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
+            return World(rank=0, size=1, device=device, mesh=None)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
+    size = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp",)) if size > 1 else None
+    return World(rank=dist.get_rank(), size=size, device=device, mesh=mesh)
+
+
+def barrier(world: World) -> None:
+    """Wait for every rank."""
+    if world.size > 1:
+        dist.barrier()
+
+
+def leave_world() -> None:
+    """Destroy the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _choose_device(config: ParallelConfig) -> torch.device:
+    wanted = config.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda":
+        if not torch.cuda.is_available():
+            raise EnvironmentFault(
+                "parallel.device=cuda, but torch sees no GPU; use --parallel.device cpu, or install a CUDA build of torch"
+            )
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def _set_threads(config: ParallelConfig) -> None:
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if config.threads:
+        threads = config.threads
+    elif "OMP_NUM_THREADS" in os.environ and local_ranks == 1:
+        threads = int(os.environ["OMP_NUM_THREADS"])
+    else:
+        threads = max(1, len(os.sched_getaffinity(0)) // local_ranks)
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)

@@ -1,0 +1,45 @@
+"""Weights over ranks: FSDP2 sharding, and the same initial values whatever the sharding."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from surefoot.parallel.mesh import World
+
+
+def shard_parameters(model: nn.Module, blocks: nn.ModuleList, world: World, compute: torch.dtype, reduce: torch.dtype) -> None:
+    """Shard every block and then the rest over the ranks (FSDP2), in place.
+
+    Gradients are summed, not averaged: every loss is already divided by its global count. gloo has no pre-multiplied sum, hence the
+    plain one is forced.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    for block in blocks:
+        fully_shard(block, mesh=world.mesh, mp_policy=policy)
+    fully_shard(model, mesh=world.mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def fill_parameters(model: nn.Module, draw: Callable[[str, torch.Size, torch.dtype], Tensor]) -> None:
+    """Give every parameter its initial values: ``draw(name, shape, dtype)`` makes the full tensor, a shard keeps its slice.
+
+    The draw depends on the name alone, so no layout changes it, and no collective is needed.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            full = draw(name, parameter.shape, parameter.dtype)
+            if isinstance(parameter, DTensor):
+                shape, offset = compute_local_shape_and_global_offset(
+                    parameter.shape, parameter.device_mesh, parameter.placements
+                )
+                piece = full[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+                parameter.to_local().copy_(piece)
+            else:
+                parameter.copy_(full)

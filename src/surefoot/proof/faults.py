@@ -1,0 +1,39 @@
+"""Faults put into a run on purpose, from outside, by wrapping what the step calls."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import torch
+
+from surefoot.model.loss import LossSums
+from surefoot.parallel.forward_backward import ForwardBackward, MicroBatch
+from surefoot.train.setup import Setup
+from surefoot.train.state import TrainState
+
+
+class NaNGradients:
+    """One NaN in the gradient of one parameter after the forward and backward of certain batches, on certain ranks.
+
+    It comes before the reduction over ranks as far as plain gradients go: the poisoned rank's norm is NaN, the others' is not.
+    """
+
+    def __init__(
+        self, inner: ForwardBackward, state: TrainState, batches: Collection[int], rank: int, ranks: Collection[int]
+    ) -> None:
+        self.inner, self.state, self.batches, self.here = inner, state, batches, rank in ranks
+
+    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> list[LossSums]:
+        sums = self.inner(micro_batches, num_targets)
+        if self.here and self.state.batch_index - 1 in self.batches:
+            for parameter in self.state.model.parameters():
+                if parameter.grad is not None:
+                    with torch.no_grad():
+                        parameter.grad.mul_(float("nan"))
+                    break
+        return sums
+
+
+def with_nan_gradients(setup: Setup, state: TrainState, batches: Collection[int], ranks: Collection[int] = (0,)) -> Setup:
+    """The setup, with NaN gradients in these batches on these ranks."""
+    faulty = NaNGradients(setup.forward_backward, state, batches, setup.world.rank, ranks)
+    return dataclasses.replace(setup, forward_backward=faulty)

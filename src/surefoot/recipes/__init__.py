@@ -1,0 +1,1 @@
+"""Runs by name: each recipe is a function that returns a RunConfig."""

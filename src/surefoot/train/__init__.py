@@ -1,0 +1,1 @@
+"""One run: set-up, state, the step, the loop, checkpoints, snapshots, evaluation."""

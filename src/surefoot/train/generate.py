@@ -1,0 +1,50 @@
+"""Text from a model: one token after another, each draw seeded."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+@torch.no_grad()
+def continue_tokens(
+    forward: nn.Module,
+    prompt: Sequence[int],
+    num_tokens: int,
+    *,
+    seq_len: int,
+    eos_id: int,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    seed: int = 0,
+    device: torch.device | None = None,
+) -> list[int]:
+    """Token ids that continue ``prompt`` (not repeated), until the end of the document or ``num_tokens``.
+
+    Each token sees the last ``seq_len`` tokens. ``temperature`` 0 takes the likeliest; ``top_k`` 0 draws from all. The draw of token i
+    is seeded by (seed, i). Under sharding every rank must call it, and gets the same tokens.
+    Raises ValueError for an empty prompt: nothing was trained to predict a first token.
+    """
+    if not prompt:
+        raise ValueError("the prompt has no token; give some text to continue")
+    tokens = list(prompt)
+    for index in range(num_tokens):
+        window = torch.tensor([tokens[-seq_len:]], dtype=torch.int64, device=device)
+        positions = torch.arange(window.shape[1], dtype=torch.int32, device=device)[None]
+        documents = torch.zeros_like(positions)
+        logits = forward(window, positions, documents)[0, -1].float().cpu()
+        token = _draw(logits, temperature, top_k, seed * 1_000_003 + index)
+        if token == eos_id:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+def _draw(logits: torch.Tensor, temperature: float, top_k: int, seed: int) -> int:
+    if temperature <= 0:
+        return int(logits.argmax())
+    if 0 < top_k < logits.numel():
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
+    probabilities = torch.softmax(logits / temperature, dim=-1)
+    generator = torch.Generator().manual_seed(seed)
+    return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -1,0 +1,205 @@
+"""What a run keeps: its ledger on every rank, its rows and checkpoints on disk."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from surefoot.config.codec import to_dict
+from surefoot.config.data import Exclusion
+from surefoot.config.run import RunConfig
+from surefoot.guard.ledger import Checkpoint, Ledger
+from surefoot.monitor.store import RunStore
+from surefoot.parallel.digest import combine, digest_tensors
+from surefoot.parallel.mesh import World
+from surefoot.parallel.reduce import from_rank_zero
+from surefoot.train.checkpoint import PendingSave, load, save, verify
+from surefoot.train.checkpoint_match import load_matching
+from surefoot.train.manifest import CheckpointError, remove_checkpoint
+from surefoot.train.retention import checkpoint_name, to_delete
+from surefoot.train.staging import Staging
+from surefoot.train.state import TrainState
+
+Say = Callable[[str], None]
+"""Tells the person watching one sentence."""
+
+
+@dataclass
+class Keeping:
+    """Every rank holds the same ledger and decides the same; rank 0 alone writes the run folder."""
+
+    config: RunConfig
+    world: World
+    folder: Path
+    store: RunStore | None
+    """The folder's writer, on rank 0."""
+    say: Say
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """Fingerprints that every checkpoint records beside its config."""
+    save_group: Any = None
+    """Process group of its own for checkpoints: a background save on the step's group would deadlock."""
+    staging: Staging = field(default_factory=Staging)
+    """Host memory that a save copies the state into, used again by the next."""
+    _mirror: Ledger = field(default_factory=Ledger)
+    _pending: tuple[PendingSave, dict[str, Any]] | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        """The run's decisions so far."""
+        return self.store.ledger if self.store else self._mirror
+
+    def share_ledger(self) -> None:
+        """Give every rank the rows that rank 0 found on disk."""
+        rows = from_rank_zero([dict(r) for r in self.ledger.rows], self.world)
+        if not self.store:
+            self._mirror = Ledger(rows)
+
+    def from_leader(self, value: Any) -> Any:
+        """Rank 0's JSON value on every rank."""
+        return from_rank_zero(value, self.world)
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Append a row to the ledger of every rank; on rank 0 it is on the disk before this returns."""
+        if self.store:
+            self.store.record(kind, **fields)
+        else:
+            self._mirror = self._mirror.append(self._mirror.next_row(kind, fields, time.time()))
+
+    def open_attempt(
+        self,
+        reason: str,
+        *,
+        from_step: int,
+        from_batch: int,
+        checkpoint: str = "",
+        exclude: tuple[Exclusion, ...] = (),
+        cause: str = "",
+    ) -> None:
+        """Begin a new attempt in the ledger, before its state is restored."""
+        fields = {"from_step": from_step, "from_batch": from_batch, "checkpoint": checkpoint, "cause": cause}
+        if self.store:
+            self.store.open_attempt(reason=reason, exclude=exclude, **fields)  # type: ignore[arg-type]
+        else:
+            self.record("attempt", attempt=self.ledger.attempt + 1, reason=reason, exclude=exclude, **fields)
+
+    def event(self, kind: str, state: TrainState, sentence: str, **fields: Any) -> None:
+        """One line in the events and on the console."""
+        if self.store:
+            self.store.write_event(kind, state.batch_index, state.step, text=sentence, **fields)
+            self.say(sentence)
+
+    # Checkpoints
+
+    def save(self, state: TrainState, *, asynchronous: bool) -> float:
+        """Write a checkpoint of the state as it is; returns the seconds the caller was held up.
+
+        Rows so far are made durable first. A checkpoint that cannot be written is said and the run goes on; one is in flight at most.
+        """
+        begun = time.perf_counter()
+        self.wait()
+        if any(c.batch_index == state.batch_index for c in self.ledger.surviving_checkpoints()):
+            return time.perf_counter() - begun
+        name = self._name(state)
+        durable = self.store.flush(sync=True) if self.store else True
+        if not from_rank_zero(durable, self.world):
+            self.event("checkpoint_failed", state, f"{name} was not written: the disk takes no rows, and a checkpoint must not outlive them")
+            return time.perf_counter() - begun
+        tensors = state.tensors()
+        digest = combine(digest_tensors(tensors))
+        row = {"name": name, "step": state.step, "batch_index": state.batch_index, "attempt": self.ledger.attempt, "digest": digest}
+        record = {
+            "config": to_dict(self.config),
+            "counters": state.counters(),
+            "ledger": {"rows": len(self.ledger.rows), "hash": self.ledger.prefix_hash(len(self.ledger.rows))},
+            "checkpoint": row,
+            **self.provenance,
+        }
+        try:
+            pending = save(
+                self.path(name), tensors, record, asynchronous=asynchronous, group=self.save_group, staging=self.staging
+            )
+        except CheckpointError as error:
+            self.event("checkpoint_failed", state, f"checkpoint {name} was not written: {error}")
+            return time.perf_counter() - begun
+        self._pending = (pending, row)
+        if not asynchronous:
+            self.wait()
+        return time.perf_counter() - begun
+
+    def collect(self, state: TrainState) -> None:
+        """Take note of a background save that has ended on every rank, and of checkpoints that have proved healthy."""
+        if self._pending is not None:
+            done = self._pending[0].done()
+            if from_rank_zero(done, self.world):
+                self.wait()
+        self._certify(state)
+
+    def wait(self) -> None:
+        """Wait for the save in flight, note it in the ledger and drop checkpoints that need not be kept."""
+        if self._pending is None:
+            return
+        pending, row = self._pending
+        self._pending = None
+        try:
+            pending.wait()
+        except CheckpointError as error:
+            self.say(f"checkpoint {row['name']} was not written: {error}; training goes on, the one before it is untouched")
+            return
+        self.record("checkpoint", **row)
+        self._prune()
+
+    def path(self, name: str) -> Path:
+        """Folder of a checkpoint."""
+        return self.folder / "checkpoints" / name
+
+    def newest_good(self, at_or_before: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint of the surviving run (at or before a batch) that is whole on disk; refused ones are said aloud."""
+        for checkpoint in reversed(self.ledger.surviving_checkpoints()):
+            if at_or_before is not None and checkpoint.batch_index > at_or_before:
+                continue
+            problems = verify(self.path(checkpoint.name), group=self.save_group)
+            if not problems:
+                return checkpoint
+            if self.world.leads:
+                self.say(f"checkpoint {checkpoint.name} is refused: {problems[0]}; trying the one before it")
+        return None
+
+    def load(self, name: str, state: TrainState) -> dict[str, Any]:
+        """Restore a checkpoint into the state, in place, and return what it recorded. Raises CheckpointError."""
+        record = load(self.path(name), state.tensors(), group=self.save_group)
+        state.restore_counters(record["counters"])
+        return record
+
+    def load_shared(self, name: str, state: TrainState) -> list[str]:
+        """Restore what a checkpoint shares with the state by name and shape; returns the parameters that it does not have."""
+        record, missing = load_matching(self.path(name), state.tensors(), group=self.save_group)
+        state.restore_counters(record["counters"])
+        return sorted(key.removeprefix("weights/") for key in missing if key.startswith("weights/"))
+
+    def _name(self, state: TrainState) -> str:
+        name = checkpoint_name(state.step, self.ledger.attempt)
+        taken = {c.name for c in self.ledger.checkpoints}
+        return f"{name}-batch-{state.batch_index:06d}" if name in taken else name
+
+    def _certify(self, state: TrainState) -> None:
+        healthy = self.config.guard.certify_after
+        if state.guard.healthy_batches < healthy:
+            return
+        for checkpoint in self.ledger.surviving_checkpoints():
+            old_enough = state.batch_index - checkpoint.batch_index >= healthy
+            if old_enough and checkpoint.name not in self.ledger.certified:
+                self.record("certified", name=checkpoint.name)
+
+    def _prune(self) -> None:
+        if not self.store:
+            return
+        keep = self.config.checkpoint
+        surviving = [c.name for c in self.ledger.surviving_checkpoints()]
+        doomed = to_delete(
+            surviving, keep_last=keep.keep_last, keep_every=keep.keep_every, certified=self.ledger.certified
+        )
+        left_behind = [c.name for c in self.ledger.checkpoints if c.name not in surviving]
+        for name in [*doomed, *left_behind]:
+            if self.path(name).exists():
+                remove_checkpoint(self.path(name))

@@ -1,0 +1,148 @@
+"""The loop: a page. Batch, step, verdict, rows, and what is due."""
+
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from surefoot.guard.actions import Halt, Proceed, Rollback, SkipUpdate
+from surefoot.guard.guard import Judge, judge
+from surefoot.monitor.step_report import StepReport
+from surefoot.parallel.digest import combine, digest_tensors
+from surefoot.train.evaluate import TrainingData, cadence_metrics
+from surefoot.train.interrupt import StopRequest
+from surefoot.train.keeping import Keeping
+from surefoot.train.rollback import roll_back
+from surefoot.train.setup import Setup
+from surefoot.train.snapshot import SnapshotRing
+from surefoot.train.state import TrainState
+from surefoot.train.step import StepOutcome, train_step
+
+
+class Watcher(Protocol):
+    """Sees what happened; returns nothing and changes nothing."""
+
+    def on_step(self, report: StepReport) -> None:
+        """One batch was consumed."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why the loop ended."""
+
+    reason: Literal["done", "stopped", "halted"]
+    text: str = ""
+
+
+def train(
+    state: TrainState,
+    setup: Setup,
+    data: TrainingData,
+    keeping: Keeping,
+    *,
+    stop: StopRequest,
+    watchers: Sequence[Watcher] = (),
+    judge: Judge = judge,
+) -> Ending:
+    """Consume batches until ``steps`` updates are applied, the run is asked to stop, or the guard halts it.
+
+    Every ending but a halt leaves a checkpoint of its last state.
+    """
+    config = setup.config
+    snapshots = SnapshotRing(config.guard.snapshots)
+    while state.step < config.steps:
+        begun = time.perf_counter()
+        batch = data.loader.batch(state.batch_index, keeping.ledger.exclusions, setup.world.rank, setup.world.size)
+        waited = time.perf_counter() - begun
+        outcome = train_step(state, batch, setup, stop_asked=stop.asked)
+        verdict = judge(state.guard, outcome.signals, config.guard)
+        state.guard = verdict.state
+        state.optimizer.zero_grad(set_to_none=True)
+        metrics = outcome.metrics | speed(setup, batch.samples_B3.shape[0], time.perf_counter() - begun, waited)
+        if due(state.step, config.eval.every) and not outcome.skipped:
+            metrics |= cadence_metrics(state.model, setup, data)
+        digest = ""
+        if due(state.step, config.log.digest_every) and not outcome.skipped:
+            digest = combine(digest_tensors(state.tensors()))
+        cause = "; ".join(verdict.findings)
+        report = StepReport(
+            batch_index=batch.batch_index,
+            step=state.step,
+            tokens=data.tokens_before(state.batch_index),
+            skipped=outcome.skipped,
+            cause=cause if outcome.skipped else "",
+            metrics=metrics,
+            sample_digest=batch.digest,
+            excluded=batch.excluded,
+            state_digest=digest,
+        )
+        tell(report, keeping, watchers)
+        match verdict.action:
+            case Proceed():
+                pass
+            case SkipUpdate(cause=cause):
+                keeping.record("skip", batch_index=batch.batch_index, step=state.step, cause=cause)
+                keeping.event("skip", state, f"skipped step: {cause}; weights and moments are untouched, training goes on with the next batch")
+            case Rollback() as action:
+                roll_back(action, state, setup, data.loader, keeping, snapshots)
+                keeping.event("rollback", state, f"rolled back to batch {state.batch_index} (step {state.step}): {action.cause}")
+                continue
+            case Halt(reason=reason):
+                keeping.wait()
+                keeping.record("verdict", action="halt", cause=reason, batch_index=batch.batch_index)
+                keeping.record("stop", reason=reason)
+                return Ending("halted", reason)
+        keep_up(state, setup, keeping, snapshots, outcome)
+        if outcome.stop_asked:
+            break
+    keeping.save(state, asynchronous=False)
+    return Ending("done") if state.step >= config.steps else Ending("stopped")
+
+
+def keep_up(
+    state: TrainState, setup: Setup, keeping: Keeping, snapshots: SnapshotRing, outcome: StepOutcome
+) -> None:
+    """Snapshots and checkpoints that are due after a batch."""
+    config = setup.config
+    if due(state.batch_index, config.guard.snapshot_every):
+        snapshots.take(state)
+    keeping.collect(state)
+    last = state.step >= config.steps or outcome.stop_asked
+    if due(state.step, config.checkpoint.every) and not outcome.skipped and not last:
+        keeping.save(state, asynchronous=config.checkpoint.asynchronous)
+
+
+def tell(report: StepReport, keeping: Keeping, watchers: Sequence[Watcher]) -> None:
+    """Write the row, then show it."""
+    if keeping.store:
+        keeping.store.write_step(report)
+        keeping.store.heartbeat(report.step, report.batch_index)
+    for watcher in watchers:
+        watcher.on_step(report)
+
+
+def due(count: int, every: int) -> bool:
+    """Whether a cadence of ``every`` falls on ``count``; 0 is never."""
+    return every > 0 and count > 0 and count % every == 0
+
+
+def speed(setup: Setup, rows: int, seconds: float, waited: float) -> dict[str, float]:
+    """The ``perf/*`` metrics of a step; of rank 0's clock."""
+    per_second = rows * setup.config.data.seq_len / seconds
+    figures = {
+        "perf/step_s": seconds,
+        "perf/tokens_per_s": per_second,
+        "perf/data_wait_s": waited,
+        "perf/memory_gib": memory_gib(),
+    }
+    if setup.peak_flops > 0:
+        figures["perf/mfu"] = per_second * setup.flops_per_token / (setup.peak_flops * setup.world.size)
+    return figures
+
+
+def memory_gib() -> float:
+    """Largest resident memory of this process so far, GiB."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1024**3

@@ -1,0 +1,37 @@
+"""Which checkpoints stay: the last few, every n-th for good, and always the newest certified one."""
+
+import re
+from collections.abc import Collection, Sequence
+
+_NAME = re.compile(r"step-(\d{6,})-attempt-(\d{4,})")
+
+
+def checkpoint_name(step: int, attempt: int) -> str:
+    """Folder name of the checkpoint after ``step`` applied updates, such as ``step-000400-attempt-0001``."""
+    return f"step-{step:06d}-attempt-{attempt:04d}"
+
+
+def parse_checkpoint_name(name: str) -> tuple[int, int]:
+    """(step, attempt) of a checkpoint's folder name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is not a checkpoint's name; expected the form {checkpoint_name(400, 1)}")
+    return int(match[1]), int(match[2])
+
+
+def to_delete(
+    names: Sequence[str], *, keep_last: int, keep_every: int = 0, certified: Collection[str] = ()
+) -> list[str]:
+    """The checkpoints to delete out of the whole ones of the surviving lineage, given and returned oldest first.
+
+    Kept are the newest ``keep_last``, those whose step is a multiple of ``keep_every`` (0 is none) and the newest that is
+    in ``certified``: without it a rollback would have nowhere to go.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last={keep_last}: at least 1 checkpoint is kept, or a resume has nothing to start from")
+    if keep_every < 0:
+        raise ValueError(f"keep_every={keep_every}: a number of steps, or 0 for none")
+    kept = set(names[-keep_last:])
+    kept.update(name for name in names if keep_every and parse_checkpoint_name(name)[0] % keep_every == 0)
+    kept.update([name for name in names if name in certified][-1:])
+    return [name for name in names if name not in kept]

@@ -1,0 +1,151 @@
+"""One run opened: devices joined, folder locked, data at hand, state where the surviving run stands."""
+
+import dataclasses
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.config.codec import from_toml, to_toml
+from surefoot.config.fingerprint import changed_computation, fingerprint, refuse_changes
+from surefoot.config.run import RunConfig
+from surefoot.data.build import Progress, prepare
+from surefoot.data.prepared import PreparedData
+from surefoot.guard.ledger import Checkpoint
+from surefoot.monitor.durable import read_json
+from surefoot.monitor.store import RunStore
+from surefoot.parallel.apply import compiles
+from surefoot.parallel.device import choose_precision, peak_flops
+from surefoot.parallel.mesh import World, barrier
+from surefoot.train.checkpoint import own_group
+from surefoot.train.evaluate import TrainingData
+from surefoot.train.keeping import Keeping, Say
+from surefoot.train.opening import ResumeRefused, begin_fork, begin_or_resume, environment, environment_changes
+from surefoot.train.setup import Setup, set_up
+from surefoot.train.snapshot import check_budget
+from surefoot.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """Everything the loop needs, and what a first line says."""
+
+    config: RunConfig
+    fingerprint: str
+    """Of the config as it was asked for."""
+    setup: Setup
+    state: TrainState
+    data: TrainingData
+    keeping: Keeping
+    opening: str
+    """A sentence: starting, continuing from where, or forked from where."""
+    snapshot_gib: float
+    """Memory that in-memory snapshots will take on this rank."""
+
+
+@dataclass(frozen=True)
+class ForkOf:
+    """Where a fork begins."""
+
+    parent: Path
+    checkpoint: Checkpoint
+    changes: Sequence[tuple[str, str, str]]
+    """Dotted key, value in the parent, value in the fork."""
+
+
+@contextmanager
+def open_run(
+    config: RunConfig,
+    folder: Path,
+    world: World,
+    *,
+    say: Say,
+    progress: Progress | None = None,
+    allow_change: Sequence[str] = (),
+    fork: ForkOf | None = None,
+) -> Iterator[OpenRun]:
+    """Open or continue the run in ``folder``; on leaving, wait for what is being written and let the folder go.
+
+    Collective over ranks. Raises ConfigError when the folder's run was started with another config, DataError for data that cannot be
+    trained on, StoreError for a folder that cannot be written, EnvironmentFault, CheckpointError.
+    """
+    asked = fingerprint(config)
+    store = RunStore(folder, say) if world.leads else None
+    try:
+        before = stored_config(folder)
+        config = settle(config, before, world)
+        changed: list[str] = []
+        if before is not None:
+            changed = changed_computation(before, config)
+            refuse_changes(before, config, str(folder), allow_change)
+        prepared = prepare_together(config, world, progress)
+        data = TrainingData.open(config, prepared)
+        setup, state = set_up(config, world, peak_flops=peak_flops(world.device, config.parallel.precision))
+        snapshot_gib = check_budget(state.tensors(), config.guard.snapshots, config.guard.snapshot_budget_gib)
+        provenance = {"data_fingerprint": prepared.fingerprint, "tokenizer_fingerprint": prepared.tokenizer_fingerprint}
+        keeping = Keeping(
+            config=config, world=world, folder=folder, store=store, say=say, provenance=provenance, save_group=own_group()
+        )
+        if store:
+            write_down(store, config, prepared, world, say, resumed=before is not None)
+        if fork is not None:
+            source = fork.parent / "checkpoints" / fork.checkpoint.name
+            opening = begin_fork(state, keeping, source, fork.checkpoint, fork.parent, fork.changes)
+        else:
+            opening = begin_or_resume(state, keeping, changed=changed)
+        yield OpenRun(config, asked, setup, state, data, keeping, opening, snapshot_gib)
+        keeping.wait()
+    finally:
+        if store:
+            store.close()
+
+
+def stored_config(folder: Path) -> RunConfig | None:
+    """The config a folder's run was started with; None where there is no run yet."""
+    path = folder / "config.toml"
+    return from_toml(RunConfig, path) if path.exists() else None
+
+
+def settle(config: RunConfig, before: RunConfig | None, world: World) -> RunConfig:
+    """The config with every ``auto`` decided: as the run decided before, or by looking at this machine."""
+    parallel = config.parallel
+    if parallel.precision == "auto":
+        precision = before.parallel.precision if before else choose_precision(world.device)
+        parallel = dataclasses.replace(parallel, precision=precision)
+    if parallel.compile == "auto":
+        answer = before.parallel.compile if before else ("on" if compiles(parallel) else "off")
+        parallel = dataclasses.replace(parallel, compile=answer)
+    if parallel.device == "auto":
+        parallel = dataclasses.replace(parallel, device=world.device.type)
+    return dataclasses.replace(config, parallel=parallel)
+
+
+def prepare_together(config: RunConfig, world: World, progress: Progress | None) -> PreparedData:
+    """Rank 0 builds what is missing; the others then find it."""
+    if world.leads:
+        prepared = prepare(config.data, progress=progress)
+    barrier(world)
+    return prepared if world.leads else prepare(config.data)
+
+
+def write_down(
+    store: RunStore, config: RunConfig, prepared: PreparedData, world: World, say: Say, *, resumed: bool
+) -> None:
+    """config.toml, env.json and a copy of the tokenizer; what changed in the environment since the last start is said."""
+    prints = {"data_fingerprint": prepared.fingerprint, "tokenizer_fingerprint": prepared.tokenizer_fingerprint}
+    now: dict[str, Any] = environment(config, prints) | {"world_size": world.size}
+    if resumed:
+        before = read_json(store.folder / "env.json")
+        if before.get("data_fingerprint", prepared.fingerprint) != prepared.fingerprint:
+            raise ResumeRefused(
+                f"{store.folder}: the data is not what the run started with (fingerprint {before['data_fingerprint']}, now "
+                f"{prepared.fingerprint}): a resumed run would read other batches. Restore the data, or `surefoot fork {store.folder} --at STEP`"
+            )
+        for change in environment_changes(before, now):
+            say(f"since the last start, {change}: the same bits are promised only where nothing changes")
+    store.write_config(to_toml(config))
+    store.write_environment(now)
+    if prepared.tokenizer_path is not None:
+        shutil.copyfile(prepared.tokenizer_path, store.folder / "tokenizer.json")

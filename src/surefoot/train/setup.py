@@ -1,0 +1,117 @@
+"""Everything a step needs that does not change, and the state it starts from."""
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from surefoot.config.run import RunConfig
+from surefoot.model.count import flops_per_token
+from surefoot.model.parametrization import Role, draw_parameter, residual_writers, roles
+from surefoot.model.parts import custom_count
+from surefoot.model.transformer import Transformer
+from surefoot.optim.build import build_optimizer
+from surefoot.parallel.apply import apply_layout
+from surefoot.parallel.forward_backward import ForwardBackward
+from surefoot.parallel.mesh import World
+from surefoot.parallel.precision import Precision, compute_dtype
+from surefoot.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One rank's machinery for one run."""
+
+    config: RunConfig
+    """With every ``auto`` resolved."""
+    world: World
+    forward_backward: ForwardBackward
+    draw: Callable[[str, torch.Size, torch.dtype], Tensor]
+    """(name, shape, dtype) -> the full initial tensor of a parameter."""
+    flops_per_token: float
+    """Forward and backward, model FLOPs; the causal half of attention."""
+    peak_flops: float
+    """What the device's matrix products reach at best, FLOP/s; 0 where unknown."""
+
+    @property
+    def first_replica(self) -> bool:
+        """Whether this rank's plain gradients are the ones that are counted."""
+        return self.world.rank == 0
+
+
+def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple[Setup, TrainState]:
+    """Build the model under its layout, with initial weights drawn from (seed, name), and the optimiser by roles.
+
+    ``config.parallel.precision`` must be resolved. Raises ValueError when the batch does not divide over the ranks.
+    """
+    if config.parallel.precision not in get_args(Precision):
+        raise ValueError(f"parallel.precision={config.parallel.precision} must be resolved before set_up: one of {get_args(Precision)}")
+    check_rows(config, world.size)
+    set_determinism(config)
+    compute = compute_dtype(config.parallel.precision)
+    with torch.device("meta"):
+        model = Transformer(config.model, compute)
+    by_name = roles(model)
+    draw = _drawing(config, by_name, residual_writers(model))
+    forward_backward = apply_layout(
+        model,
+        model.blocks,
+        config.parallel,
+        world,
+        compute=compute,
+        draw=draw,
+        fixed_order=config.determinism == "strict",
+    )
+    state = TrainState(model=model, optimizer=build_optimizer(model, by_name, config.optim))
+    setup = Setup(
+        config=config,
+        world=world,
+        forward_backward=forward_backward,
+        draw=draw,
+        flops_per_token=flops_per_token(config.model, config.data.seq_len, custom_count(model, config.data.seq_len)),
+        peak_flops=peak_flops,
+    )
+    return setup, state
+
+
+def check_rows(config: RunConfig, num_ranks: int) -> None:
+    """Raise ValueError, with the nearest legal sizes, when some stage's batch does not divide over ranks and micro-batches."""
+    sizes = {"data.batch_size": config.data.batch_size}
+    sizes |= {f"data.batch_stages.{i}.batch_size": s.batch_size for i, s in enumerate(config.data.batch_stages)}
+    unit = num_ranks * (config.parallel.micro_batch_size or 1)
+    for key, size in sizes.items():
+        if size % unit:
+            low, high = size // unit * unit, -(-size // unit) * unit
+            nearest = f"{low}, {high}" if low else f"{high}"
+            raise ValueError(
+                f"{key}={size} does not divide over {num_ranks} ranks with parallel.micro_batch_size="
+                f"{config.parallel.micro_batch_size}; nearest: {nearest}"
+            )
+
+
+def set_determinism(config: RunConfig) -> None:
+    """Fix, or free, everything in torch that can change bits between two runs."""
+    strict = config.determinism == "strict"
+    if strict:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+    torch.use_deterministic_algorithms(strict)
+    # Filling fresh memory would only hide a read of it, at the price of one pass over every buffer.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False
+    # DDP looks for unused parameters only so that its buckets keep their order; that all are used is as it should be.
+    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+
+
+def _drawing(
+    config: RunConfig, by_name: dict[str, Role], writers: set[str]
+) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
+    def draw(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        role, writes = by_name[name], name in writers
+        return draw_parameter(name, shape, role, config.model, config.seed, dtype, writes_residual=writes)
+
+    return draw

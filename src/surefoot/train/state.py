@@ -1,0 +1,48 @@
+"""What rewinds: weights, moments, both counters and what the guard remembers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.guard.guard import GuardState
+from surefoot.optim.build import moments_by_name, set_step_count
+
+
+@dataclass
+class TrainState:
+    """One run's state between two batches. Nothing else about a run changes and is needed to go on."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    """Applied updates."""
+    batch_index: int = 0
+    """Batches consumed."""
+    smoothed_loss: float = 0.0
+    """Bias-corrected running mean of the loss of applied steps, nats per token; 0 before the first."""
+    guard: GuardState = GuardState()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and moments by name (``weights/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>``): the live tensors, plain or DTensor."""
+        weights = {f"weights/{name}": p.detach() for name, p in self.model.named_parameters()}
+        return weights | moments_by_name(self.model, self.optimizer)
+
+    def counters(self) -> dict[str, Any]:
+        """Everything but the tensors, as plain JSON values."""
+        return {
+            "step": self.step,
+            "batch_index": self.batch_index,
+            "smoothed_loss": self.smoothed_loss,
+            "guard": self.guard.to_dict(),
+        }
+
+    def restore_counters(self, counters: dict[str, Any]) -> None:
+        """Set everything but the tensors, and the optimiser's step counts with ``step``; gradients are dropped."""
+        self.step = int(counters["step"])
+        self.batch_index = int(counters["batch_index"])
+        self.smoothed_loss = float(counters["smoothed_loss"])
+        self.guard = GuardState.from_dict(counters["guard"])
+        set_step_count(self.optimizer, self.step)
+        self.optimizer.zero_grad(set_to_none=True)
