@@ -57,7 +57,9 @@ def run_config(model: ModelConfig, precision: str, compile: str) -> RunConfig:
         steps=10_000,
         determinism="fast",
         model=model,
-        data=DataConfig(sources=(SourceConfig(name="x", documents=TextFiles(glob="-")),), seq_len=SEQ_LEN, batch_size=ROWS),
+        data=DataConfig(
+            sources=(SourceConfig(name="x", documents=TextFiles(glob="-")),), seq_len=SEQ_LEN, batch_size=ROWS
+        ),
         optim=OptimConfig(lr=1e-4, warmup_steps=1),
         parallel=ParallelConfig(device="cpu", precision=precision, compile=compile),  # type: ignore[arg-type]
     )
@@ -153,7 +155,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     results = []
-    print("size precision    params | tokens/s: ours eager  compiled | peer eager  compiled | best ours / best peer | of peak")
+    print(
+        "size precision    params | tokens/s: ours eager  compiled | peer eager  compiled | best ours / best peer | of peak"
+    )
     for name in args.sizes:
         model = model_config(SIZES[name])
         for precision in args.precisions:
@@ -177,7 +181,16 @@ def main() -> None:
                 f" {speed['peer']:10,.0f} {speed.get('peer compiled', 0):9,.0f} | {mine / theirs:21.2f} | {share:6.0%}",
                 flush=True,
             )
-            results.append({"size": name, "precision": precision, "params": total, "speed": speed, "ratio": mine / theirs, "share_of_peak": share})
+            results.append(
+                {
+                    "size": name,
+                    "precision": precision,
+                    "params": total,
+                    "speed": speed,
+                    "ratio": mine / theirs,
+                    "share_of_peak": share,
+                }
+            )
     if args.json:
         args.json.write_text(json.dumps({"threads": args.threads, "results": results}, indent=1))
 

@@ -65,10 +65,10 @@ DOCUMENT = "0123456789abcdef"
         (["--data.sources.0.weight=0"], ["data.sources.0.weight=0.0 must be above 0"]),
         (["--data.sources.0.weight=-1"], ["data.sources.0.weight=-1.0 must be above 0"]),
         (
-            ["--data.mixture_stages", "[{start_row=5, weights=[1]}, {start_row=5, weights=[0, 0]}]"],
+            ["--data.mixture_stages", "[{start_row=5, weights=[1]}, {start_row=5, weights=[1, 0]}]"],
             [
+                "data.mixture_stages.1.weights.1=0.0 must be above 0",
                 "data.mixture_stages.0.weights has 1 weights for 2 sources; one each, in the order code, prose",
-                "data.mixture_stages.1.weights are all 0: no source is left to read",
                 "data.mixture_stages.1.start_row=5 must be above the stage before, 5",
             ],
         ),

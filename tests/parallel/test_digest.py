@@ -12,7 +12,16 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from surefoot.parallel.digest import ReplicasDiffer, combine, digest_tensors
 from surefoot.parallel.fork_launch import run_ranks
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
 CHUNK = 1 << 16
 
 
@@ -78,7 +87,9 @@ def test_swapping_two_elements_changes_the_digest_and_so_does_the_name_of_the_te
 
 
 def test_the_bits_of_a_nan_and_the_sign_of_a_zero_count() -> None:
-    quiet, other = (torch.tensor([pattern], dtype=torch.int32).view(torch.float32) for pattern in (0x7FC00000, 0x7FC00001))
+    quiet, other = (
+        torch.tensor([pattern], dtype=torch.int32).view(torch.float32) for pattern in (0x7FC00000, 0x7FC00001)
+    )
     assert digest_of(quiet) == digest_of(quiet.clone()) != digest_of(other)
     assert digest_of(torch.tensor([0.0])) != digest_of(torch.tensor([-0.0]))
 
@@ -101,7 +112,7 @@ def test_the_state_digest_is_sixteen_hex_digits_in_any_order() -> None:
 
 
 def test_a_tensor_without_bits_in_memory_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="head is torch.strided on meta: a digest reads the bits of dense tensors"):
+    with pytest.raises(ValueError, match=r"head is torch\.strided on meta: a digest reads the bits of dense tensors"):
         digest_of(torch.empty(3, device="meta"), "head")
 
 
@@ -161,5 +172,5 @@ def partial_sum(rank: int, world: int) -> None:
 
 
 def test_a_partial_sum_is_refused() -> None:
-    with pytest.raises(ValueError, match="g has placements .*reduce it first"):
+    with pytest.raises(ValueError, match=r"g has placements .*reduce it first"):
         run_ranks(2, partial_sum)

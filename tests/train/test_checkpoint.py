@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from surefoot.parallel.digest import combine, digest_tensors
@@ -132,12 +133,10 @@ def test_the_manifest_comes_after_what_the_caller_must_flush_first(tmp_path: Pat
 
 
 def test_pytorch_itself_can_read_the_files(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
     saved = state()
     save(tmp_path / NAME, saved, {}).wait()
     found = emptied(saved)
-    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+    with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
         dcp.load(found, checkpoint_id=str(tmp_path / NAME))
     assert digest(found) == digest(saved)
 
@@ -171,7 +170,9 @@ def test_a_state_that_does_not_fit_is_refused_with_every_name_before_anything_ch
 
 
 def test_what_cannot_be_saved_is_refused_on_the_spot(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="w is torch.strided on meta: a checkpoint takes dense tensors in memory"):
+    with pytest.raises(
+        CheckpointError, match=r"w is torch\.strided on meta: a checkpoint takes dense tensors in memory"
+    ):
         save(tmp_path / NAME, {"w": torch.empty(2, device="meta")}, {})
     with pytest.raises(TypeError, match="not JSON serializable"):
         save(tmp_path / NAME, {}, {"weights": torch.ones(1)})

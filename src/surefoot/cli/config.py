@@ -18,10 +18,14 @@ _SHOW = "show RECIPE [--config FILE] [--key value ...]"
 
 def main(argv: Sequence[str]) -> int:
     """Runs one ``surefoot config`` command."""
-    parser = argparse.ArgumentParser(prog="surefoot config", description="Shows configs and compares them.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="surefoot config", description="Shows configs and compares them.", allow_abbrev=False
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     show = actions.add_parser("show", help="print a config whole", usage=f"surefoot config {_SHOW}", allow_abbrev=False)
-    show.add_argument("config", metavar="CONFIG", help="a recipe and settings as for `surefoot train`, a run folder, or a TOML file")
+    show.add_argument(
+        "config", metavar="CONFIG", help="a recipe and settings as for `surefoot train`, a run folder, or a TOML file"
+    )
     show.add_argument("--json", action="store_true", help="JSON on standard output")
     compare = actions.add_parser("diff", help="print the settings that differ", allow_abbrev=False)
     compare.add_argument("a", metavar="A", help="a recipe, a run folder, or a TOML file that is a whole config")

@@ -105,7 +105,8 @@ def _variants(key: str, setting: Setting, values: Any) -> Iterator[str]:
 
 
 def _default_kind(setting: Setting) -> str | None:
-    return kind_of(type(setting.default)) if dataclasses.is_dataclass(setting.default) else None
+    table: type = type(setting.default)
+    return kind_of(table) if dataclasses.is_dataclass(table) else None
 
 
 def _setting_lines(key: str, table: type, setting: Setting, values: Any, name: str = "") -> Iterator[str]:
@@ -145,7 +146,9 @@ def _entry(name: str, text: str) -> list[str]:
 
 def _wrap(text: str, indent: str) -> list[str]:
     width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((100, 24)).columns))
-    return textwrap.wrap(" ".join(text.split()), width, initial_indent=indent, subsequent_indent=indent)
+    return textwrap.wrap(
+        " ".join(text.replace("``", "").split()), width, initial_indent=indent, subsequent_indent=indent
+    )
 
 
 def _first_paragraph(table: type) -> str:

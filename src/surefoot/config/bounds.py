@@ -57,7 +57,7 @@ BOUNDS: Mapping[str, Bound] = {
     "data.batch_stages.*.start_batch": AT_LEAST_1,
     "data.batch_stages.*.batch_size": AT_LEAST_1,
     "data.mixture_stages.*.start_row": AT_LEAST_1,
-    "data.mixture_stages.*.weights.*": AT_LEAST_0,
+    "data.mixture_stages.*.weights.*": ABOVE_0,
     "data.val_fraction": PROPER_PART,
     "data.exclude.*.from_batch": AT_LEAST_0,
     "optim.optimizer.beta1": DECAY,

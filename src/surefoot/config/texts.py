@@ -4,6 +4,7 @@ import ast
 import inspect
 import sys
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from surefoot.config.schema import Setting, element, variants
@@ -23,7 +24,7 @@ def _module_texts(module: str) -> dict[str, dict[str, str]]:
 
 def _field_texts(body: list[ast.stmt]) -> dict[str, str]:
     texts = {}
-    for field, text in zip(body, body[1:], strict=False):
+    for field, text in pairwise(body):
         if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
             continue
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):

@@ -137,8 +137,6 @@ def _stages(data: DataConfig) -> Iterator[Rule]:
             text = f"{key}.weights has {len(stage.weights)} weights for {len(data.sources)} sources"
             names = ", ".join(source.name for source in data.sources)
             yield Rule((f"{key}.weights",), f"{text}; one each, in the order {names}")
-        elif not any(stage.weights):
-            yield Rule((f"{key}.weights",), f"{key}.weights are all 0: no source is left to read")
         if n and stage.start_row <= data.mixture_stages[n - 1].start_row:
             before = data.mixture_stages[n - 1].start_row
             text = f"{key}.start_row={stage.start_row} must be above the stage before, {before}"

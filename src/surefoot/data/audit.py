@@ -66,12 +66,11 @@ def audit(
     """Recompute the samples of every batch from the config and compare with the rows, in their order.
 
     ``first_batch`` is where the lineage begins (a fork's first); ``jumped`` are the batches that the ledger left out on
-    purpose; any other missing batch is a gap. A sample counts as
-    repeated when the same (source, epoch, row) comes again, whatever its batch.
+    purpose; any other missing batch is a gap. A sample is repeated when the same (source, epoch, row) comes again,
+    whatever its batch, and lost when its source has gone on to a later epoch without it.
     """
-    on_purpose = set(jumped)
-    mistakes = _Mistakes()
-    seen = _Seen(loader)
+    on_purpose = frozenset(jumped)
+    mistakes, seen = _Mistakes(), _Seen(loader)
     skipped: list[int] = []
     excluded: set[str] = set()
     expected, num_batches, num_samples = first_batch, 0, 0
@@ -79,28 +78,17 @@ def audit(
         if row.batch_index < expected:
             mistakes.add("repeats", f"batch {row.batch_index} comes again after batch {expected - 1}")
         for missing in range(expected, row.batch_index):
+            seen.pass_over(missing)
             if missing not in on_purpose:
-                mistakes.add(
-                    "gaps", f"batch {missing} was never consumed: it is missing before batch {row.batch_index}"
-                )
+                mistakes.add("gaps", f"batch {missing} was never consumed, batch {row.batch_index} comes in its place")
         expected = max(expected, row.batch_index + 1)
-        samples_B3 = loader.sample_ids(row.batch_index)
-        num_batches, num_samples = num_batches + 1, num_samples + len(samples_B3)
-        due = loader.digest(samples_B3)
-        if row.digest != due:
-            mistakes.add("digests", f"batch {row.batch_index} has sample digest {row.digest}, the config gives {due}")
-        for source, epoch, number in seen.repeats(samples_B3):
-            name = loader.data.sources[source].name
-            mistakes.add("samples", f"batch {row.batch_index} repeats row {number} of source {name!r} in epoch {epoch}")
-        due_excluded = loader.excluded_documents(row.batch_index, exclusions)
-        if row.excluded != due_excluded:
-            mistakes.add(
-                "exclusions",
-                f"batch {row.batch_index} blanked {_names(row.excluded)}, the ledger asks for {_names(due_excluded)}",
-            )
+        num_batches += 1
+        num_samples += _check_batch(row, loader, exclusions, seen, mistakes)
         excluded.update(row.excluded)
         if row.skipped:
             skipped.append(row.batch_index)
+    if first_batch == 0:
+        seen.check_epochs(mistakes)
     return AuditReport(
         num_batches=num_batches,
         num_samples=num_samples,
@@ -112,15 +100,35 @@ def audit(
     )
 
 
+def _check_batch(
+    row: ConsumedBatch, loader: Loader, exclusions: Sequence[Exclusion], seen: "_Seen", mistakes: "_Mistakes"
+) -> int:
+    """Compare one row with the config; returns its number of samples."""
+    samples_B3 = loader.sample_ids(row.batch_index)
+    due = loader.digest(samples_B3)
+    if row.digest != due:
+        mistakes.add("digests", f"batch {row.batch_index} has sample digest {row.digest}, the config gives {due}")
+    for source, epoch, number in seen.consume(samples_B3):
+        name = loader.data.sources[source].name
+        mistakes.add("samples", f"batch {row.batch_index} repeats row {number} of source {name!r} in epoch {epoch}")
+    due_excluded = loader.excluded_documents(row.batch_index, exclusions)
+    if row.excluded != due_excluded:
+        mistakes.add(
+            "exclusions",
+            f"batch {row.batch_index} blanked {_names(row.excluded)}, the ledger asks for {_names(due_excluded)}",
+        )
+    return len(samples_B3)
+
+
 class _Seen:
-    """Which rows of each (source, epoch) were consumed: a bit each."""
+    """Which rows of each (source, epoch) came by: a bit each."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
         self._bits: dict[tuple[int, int], npt.NDArray[np.uint8]] = {}
         self._consumed = [0] * len(loader.data.sources)
 
-    def repeats(self, samples_B3: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    def consume(self, samples_B3: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
         """Mark the samples; returns those marked before."""
         repeated = []
         for source, epoch, row in samples_B3.tolist():
@@ -129,10 +137,24 @@ class _Seen:
             bit = 1 << (row % 8)
             if bits[row // 8] & bit:
                 repeated.append((source, epoch, row))
-            else:
-                bits[row // 8] |= bit
-                self._consumed[source] += 1
+            bits[row // 8] |= bit
+            self._consumed[source] += 1
         return repeated
+
+    def pass_over(self, batch_index: int) -> None:
+        """Mark the samples of a batch that was not consumed: it is named on its own, its rows need not be."""
+        before = list(self._consumed)
+        self.consume(self._loader.sample_ids(batch_index))
+        self._consumed = before
+
+    def check_epochs(self, mistakes: "_Mistakes") -> None:
+        """Every epoch but the last of each source holds all its rows."""
+        for (source, epoch), bits in sorted(self._bits.items()):
+            num_rows = self._loader.mixture.num_rows[source]
+            came = int(np.unpackbits(bits).sum())
+            if (source, epoch + 1) in self._bits and came < num_rows:
+                name = self._loader.data.sources[source].name
+                mistakes.add("epochs", f"epoch {epoch} of source {name!r} ended with {came} of its {num_rows} rows")
 
     def progress(self) -> tuple[SourceAudit, ...]:
         names = [source.name for source in self._loader.data.sources]

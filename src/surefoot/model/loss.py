@@ -8,6 +8,8 @@ from torch.autograd.function import once_differentiable
 
 IGNORE = -100
 """A target that is not predicted."""
+CPU_ROWS = 128
+"""Rows of logits whose softmax is computed at once on the CPU: 2 MB in fp32 at 4,096 ids, about the second-level cache."""
 
 
 class LossSums(NamedTuple):
@@ -54,30 +56,28 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, chunk_tokens: int, needs_grad: bool
     ) -> tuple[Tensor, ...]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
+        valid = targets != IGNORE
+        # dropped before any product: a NaN in an ignored row would otherwise reach the weight's gradient as 0 x NaN
+        hidden = torch.where(valid[:, None], hidden, 0)
+        labels = torch.where(valid, targets, 0)[:, None]
         product_weight = weight.to(hidden.dtype)
-        losses = torch.empty(targets.shape, dtype=wide, device=hidden.device)
-        normalisers = torch.empty_like(losses)
+        losses, normalisers = hidden.new_empty((2, len(targets)), dtype=wide)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if needs_grad else None
+        # one buffer for all chunks: on CPU fresh pages cost more than the arithmetic
+        buffer = hidden.new_empty(min(chunk_tokens, len(targets)), len(weight))
         for start in range(0, len(targets), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            valid = targets[chunk] != IGNORE
-            # dropped before the product: a NaN in an ignored row would otherwise reach the weight's gradient as 0 x NaN
-            rows = torch.where(valid[:, None], hidden[chunk], 0)
-            labels = torch.where(valid, targets[chunk], 0)[:, None]
-            logits = (rows @ product_weight.t()).to(wide)
-            lse = torch.logsumexp(logits, dim=-1)
-            losses[chunk] = torch.where(valid, lse - logits.gather(1, labels)[:, 0], 0)
-            normalisers[chunk] = torch.where(valid, lse, 0)
+            rows = hidden[chunk]
+            logits = torch.mm(rows, product_weight.t(), out=buffer[: len(rows)])
+            lse, picked = _normalise(logits, labels[chunk], valid[chunk], z_loss if needs_grad else None)
+            losses[chunk] = torch.where(valid[chunk], lse - picked, 0)
+            normalisers[chunk] = torch.where(valid[chunk], lse, 0)
             if grad_hidden is not None and grad_weight is not None:
-                slope = torch.where(valid, 1 + 2 * z_loss * lse, 0)
-                grad = logits.sub_(lse[:, None]).exp_().mul_(slope[:, None])
-                grad.scatter_add_(1, labels, -valid.to(wide)[:, None])
-                grad = grad.to(hidden.dtype)
-                torch.mm(grad, product_weight, out=grad_hidden[chunk])
-                grad_weight += grad.t() @ rows
+                torch.mm(logits, product_weight, out=grad_hidden[chunk])
+                grad_weight += logits.t() @ rows
         ce_sum, z_sum = losses.sum(), normalisers.square().sum()
-        lse_max = torch.where(targets != IGNORE, normalisers, float("-inf")).max()
+        lse_max = torch.where(valid, normalisers, float("-inf")).max()
         outputs = (ce_sum + z_loss * z_sum, ce_sum, z_sum, normalisers.sum(), lse_max, losses)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
@@ -92,11 +92,30 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if scale is None:
             return (None,) * 6
         grad_hidden, grad_weight = ctx.saved_tensors
-        return (
-            grad_hidden * scale.to(grad_hidden.dtype),
-            (grad_weight * scale).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        scaled = (grad_hidden * scale.to(grad_hidden.dtype), (grad_weight * scale).to(ctx.weight_dtype))
+        return (*scaled, None, None, None, None)
+
+
+def _normalise(logits: Tensor, labels: Tensor, valid: Tensor, z_loss: float | None) -> tuple[Tensor, Tensor]:
+    """Log-normaliser and label's logit of each row, in fp32 or wider; with ``z_loss``, turns the logits into their gradient in place.
+
+    d(ce + z lse^2)/d logits = softmax (1 + 2 z lse) - onehot. A few rows at a time on the CPU, so that the passes hit the cache.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    rows_at_once = CPU_ROWS if logits.device.type == "cpu" else len(logits)
+    lse, picked = logits.new_empty((2, len(logits), 1), dtype=wide)
+    scratch = logits.new_empty((rows_at_once, logits.shape[1]), dtype=wide) if logits.dtype != wide else None
+    for start in range(0, len(logits), rows_at_once):
+        some = slice(start, start + rows_at_once)
+        narrow, label = logits[some], labels[some]
+        largest = narrow.amax(dim=1, keepdim=True).to(wide)
+        values = narrow if scratch is None else scratch[: len(narrow)].copy_(narrow)
+        picked[some] = values.gather(1, label)
+        total = values.sub_(largest).exp_().sum(dim=1, keepdim=True)
+        lse[some] = largest + total.log()
+        if z_loss is not None:
+            counted = valid[some, None].to(wide)
+            values.mul_(counted * (1 + 2 * z_loss * lse[some]) / total).scatter_add_(1, label, -counted)
+            if scratch is not None:
+                narrow.copy_(values)
+    return lse[:, 0], picked[:, 0]

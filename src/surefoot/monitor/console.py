@@ -6,7 +6,7 @@ Progress goes to standard error, the summary at the end to standard output.
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
@@ -37,7 +37,9 @@ class ConsoleWatcher:
         """``terminal`` overrides whether the stream is one; ``print_every`` is in steps, for logs."""
         self._facts = facts
         self._print_every = max(1, print_every)
-        self._rich = RichConsole(file=stream or sys.stderr, force_terminal=terminal, highlight=False, soft_wrap=True)
+        self._rich = RichConsole(file=stream or sys.stderr, force_terminal=terminal, highlight=False)
+        # On a terminal lines break between words; in a log they stay whole.
+        self._rich.soft_wrap = not self._rich.is_terminal
         self._live: Live | None = None
         self._drawn_at = 0.0
         self._step_s = 0.0
@@ -58,7 +60,7 @@ class ConsoleWatcher:
             now = time.monotonic()
             if now - self._drawn_at >= REFRESH_S:
                 self._drawn_at = now
-                self._live.update(Text(self.line(report, self._rich.width - 1), no_wrap=True), refresh=True)
+                self._live.update(Text(self.line(report, self._rich.width)), refresh=True)
         elif report.step % self._print_every == 0 and report.step != self._printed_step:
             self._printed_step = report.step
             self._rich.print(Text(self.line(report, 0)))
@@ -78,34 +80,31 @@ class ConsoleWatcher:
             self._live = None
 
     def line(self, report: StepReport, width: int) -> str:
-        """The state of the run in one line; ``width`` 0 is all of it, else what fits, the least important dropped."""
-        parts = self._parts(report, brief=0 < width < 100)
-        while width and len(_joined(parts)) > width and len(parts) > 3:
-            parts.remove(max(parts))
-        text = _joined(parts)
-        return text[:width] if width else text
+        """The state of the run in one line, or broken between figures into lines that fit; ``width`` 0 is no limit."""
+        lines: list[str] = []
+        for figure in self._figures(report):
+            if lines and (not width or len(lines[-1]) + 2 + len(figure) <= width):
+                lines[-1] += f"  {figure}"
+            else:
+                lines.append(figure)
+        return "\n".join(lines)
 
-    def _parts(self, report: StepReport, *, brief: bool) -> list[tuple[int, int, str]]:
-        """(how soon it may be dropped, place in the line, text) of every figure there is."""
-        value = report.metrics.get
-        loss, smooth, norm = value("train/loss"), value("train/loss_smoothed"), value("train/gradient_norm")
-        lr, speed, mfu = value("train/lr"), value("perf/tokens_per_s"), value("perf/mfu")
-        memory = value("perf/memory_gib")
+    def _figures(self, report: StepReport) -> list[str]:
+        """Every figure there is, with its name or unit."""
+        value = report.metrics
         total = self._facts.steps
         left = duration((total - report.step) * self._step_s) if self._step_s else "?"
-        shown = [
-            (0, f"step {report.step:,}/{total:,}" if not brief else f"{report.step}/{total}"),
-            (1, None if loss is None else f"loss {loss:.3f}" + (f" ({smooth:.3f})" if brief and smooth else "")),
-            (3, None if smooth is None or brief else f"smoothed {smooth:.3f}"),
-            (4, None if norm is None else f"|g| {norm:.2f}" if brief else f"gradient norm {norm:.2f}"),
-            (5, None if lr is None else f"lr {rate(lr)}"),
-            (6, None if speed is None else f"{short(speed)} tok/s" if brief else f"{short(speed)} tokens/s"),
-            (7, None if mfu is None else f"MFU {percent(mfu)}"),
-            (8, None if memory is None else f"{memory:.1f} GiB"),
-            (9, f"{short(report.tokens)} tok" if brief else f"{short(report.tokens)} tokens"),
-            (2, f"ETA {left}"),
+        shown: list[tuple[str, Callable[[float], str]]] = [
+            ("train/loss", lambda x: f"loss {x:.3f}"),
+            ("train/loss_smoothed", lambda x: f"smoothed {x:.3f}"),
+            ("train/gradient_norm", lambda x: f"gradient norm {x:.2f}"),
+            ("train/lr", lambda x: f"lr {rate(x)}"),
+            ("perf/tokens_per_s", lambda x: f"{short(x)} tokens/s"),
+            ("perf/mfu", lambda x: f"MFU {percent(x)}"),
+            ("perf/memory_gib", lambda x: f"{x:.1f} GiB"),
         ]
-        return [(rank, place, text) for place, (rank, text) in enumerate(shown) if text]
+        figures = [wording(value[name]) for name, wording in shown if name in value]
+        return [f"step {report.step:,}/{total:,}", *figures, f"{short(report.tokens)} tokens", f"ETA {left}"]
 
     def _time(self, report: StepReport) -> None:
         """Average the wall time of recent steps; all of it, evaluations and checkpoints included."""
@@ -116,10 +115,6 @@ class ConsoleWatcher:
         else:
             self._step_s = report.metrics.get("perf/step_s", 0.0)
         self._last_report_at = now
-
-
-def _joined(parts: list[tuple[int, int, str]]) -> str:
-    return "  ".join(text for _, _, text in sorted(parts, key=lambda part: part[1]))
 
 
 def print_summary(summary: Summary, *, as_json: bool = False, report: str = "", stream: TextIO | None = None) -> None:

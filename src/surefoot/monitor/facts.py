@@ -3,8 +3,6 @@
 Each is an event of the run folder, so that console, summary and report tell the same from the folder alone.
 """
 
-import lzma
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
@@ -80,14 +78,3 @@ class Sample(Fact):
     domain: str
     prompt: str
     text: str
-
-
-def measure_yardstick(domain: str, text: bytes) -> Yardstick:
-    """Compress the held-out bytes of a domain as one stream, which is the compressors' best case."""
-    size = max(1, len(text))
-    return Yardstick(
-        domain=domain,
-        num_bytes=len(text),
-        zlib_bits_per_byte=8 * len(zlib.compress(text, 9)) / size,
-        xz_bits_per_byte=8 * len(lzma.compress(text, preset=6)) / size,
-    )

@@ -31,7 +31,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/param_norm", "1", "same", "L2 norm of all weights"),
     Metric("train/clipped", "1", "same", "1 where the gradient was scaled down to clip_norm, else 0"),
     Metric("train/lr", "1", "same", "learning rate of the update"),
-    Metric("train/z_loss", "nats^2/token", "mean", "mean squared logsumexp of the logits, unweighted"),
+    Metric(
+        "train/z_loss",
+        "nats/token",
+        "mean",
+        "z-loss as it enters the objective: its weight times the mean squared logsumexp",
+    ),
     Metric(
         "train/logsumexp_mean", "nats", "mean", "mean logsumexp of the logits: how far the softmax is from normalised"
     ),
@@ -43,7 +48,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/document_loss_p999", "nats/token", "max", "99.9th percentile of the documents' mean losses"),
     Metric("perf/tokens_per_s", "tokens/s", "sum", "tokens of the batch over the wall time of the step"),
     Metric("perf/mfu", "1", "same", "model FLOPs over what the device's matrix products reach at best"),
-    Metric("perf/step_s", "s", "max", "wall time from the end of the last step to the end of this one"),
+    Metric("perf/step_s", "s", "max", "wall time of the step, its wait for data included"),
     Metric("perf/data_wait_s", "s", "max", "time the step waited for its batch"),
     Metric("perf/memory_gib", "GiB", "max", "largest memory a process has held so far"),
     Metric("eval/<domain>/loss", "nats/token", "mean", "held-out cross-entropy of a domain"),

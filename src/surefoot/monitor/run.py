@@ -90,6 +90,11 @@ class Run:
         return read_json(self.folder / "env.json")
 
     @cached_property
+    def heartbeat(self) -> dict[str, Any]:
+        """heartbeat.json; empty where it is missing."""
+        return read_json(self.folder / "heartbeat.json")
+
+    @cached_property
     def ledger(self) -> Ledger:
         """All rows of the ledger. StoreError where it is damaged."""
         return read_ledger(self.folder / "ledger.jsonl")
@@ -174,7 +179,7 @@ class Run:
 
     def status(self) -> Status:
         """Running, finished, stopped or crashed, from the lock, the ledger and the heartbeat."""
-        beat = read_json(self.folder / "heartbeat.json")
+        beat = self.heartbeat
         silent = max(0.0, time.time() - beat["time"]) if beat else 0.0
         stop, finish = self.ledger.stop, self.ledger.finish
         state: Literal["empty", "running", "finished", "stopped", "crashed"]

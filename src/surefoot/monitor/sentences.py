@@ -34,7 +34,8 @@ def sentence(kind: str, row: Mapping[str, Any]) -> str:
         case "attempt":
             return _attempt(row)
         case "skip":
-            return f"Skipped the update of batch {row['batch_index']}: {row['cause']}. The weights are as they were before it."
+            cause = str(row["cause"]).removeprefix(f"batch {row['batch_index']}: ")
+            return f"Skipped the update of batch {row['batch_index']}: {cause}. The weights are as they were before it."
         case "checkpoint":
             return f"Saved checkpoint {row['name']}."
         case "certified":

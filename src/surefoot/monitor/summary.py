@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from surefoot.monitor.facts import RunFacts, Sample, Yardstick
-from surefoot.monitor.run import Columns, Run
+from surefoot.monitor.run import Columns, Run, Status
 
 FINAL_STEPS = 50
 """Updates whose mean is the final training loss: one batch alone is noise."""
@@ -58,6 +58,8 @@ class Summary:
     final_loss: float
     """Mean training loss of the last FINAL_STEPS updates, nats per token."""
     last_loss: float
+    wall_s: float
+    """Time a job was at work on this run, all attempts, as far as the folder tells."""
     train_s: float
     """Time of the steps that count."""
     lost_s: float
@@ -108,6 +110,7 @@ def summarise(run: Run) -> Summary:
         tokens=max(int(metrics["tokens"].max()), 0) if count else 0,
         final_loss=float(losses[-FINAL_STEPS:].mean()) if len(losses) else math.nan,
         last_loss=float(losses[-1]) if len(losses) else math.nan,
+        wall_s=_wall_s(run),
         train_s=float(np.nansum(column(metrics, "perf/step_s"))),
         lost_s=float(sum(float(row.get("perf/step_s", 0.0)) for row in run.abandoned_rows)),
         tokens_per_s=_median(column(metrics, "perf/tokens_per_s")),
@@ -122,7 +125,7 @@ def summarise(run: Run) -> Summary:
         domains=domains(run, metrics),
         samples=_samples(run),
         facts=facts,
-        how_to_continue=_how_to_continue(run, status.state, steps),
+        how_to_continue=_how_to_continue(run, status),
     )
 
 
@@ -173,14 +176,23 @@ def _digest(run: Run) -> str:
     return checkpoints[-1].digest if checkpoints else ""
 
 
-def _how_to_continue(run: Run, state: str, steps: int) -> str:
-    if state == "finished":
-        return f"surefoot fork {shlex.quote(str(run.folder))} --at {steps} --set steps={2 * steps}"
+def _how_to_continue(run: Run, status: Status) -> str:
+    if status.state == "finished":
+        return f"surefoot fork {shlex.quote(str(run.folder))} --at {status.step} --set steps={2 * status.step}"
     argv = run.environment.get("argv")
     if not isinstance(argv, list) or not argv:
         return ""
     program, *rest = (str(word) for word in argv)
     return shlex.join([program.rsplit("/", 1)[-1], *(word for word in rest if word != "--fresh")])
+
+
+def _wall_s(run: Run) -> float:
+    """From each start or resume to the last sign of life before the next."""
+    signs = [row["time"] for row in run.ledger.rows] + [event["time"] for event in run.events]
+    signs.append(run.heartbeat.get("time", 0.0))
+    starts = [attempt.time for attempt in run.attempts if attempt.reason != "rollback"]
+    ends = [max(t for t in signs if t < end) for end in starts[1:]] + [max(signs)]
+    return float(sum(end - start for start, end in zip(starts, ends, strict=True))) if starts else 0.0
 
 
 def _median(values: Any) -> float:

@@ -49,13 +49,14 @@ def _figure(value: float) -> str:
 
 
 def _figures(summary: Summary) -> str:
-    lost = f", and {duration(summary.lost_s)} on steps that were redone" if summary.lost_s >= 1 else ""
+    lost = f" and {duration(summary.lost_s)} in steps that were redone" if summary.lost_s >= 1 else ""
     speed = f", {short(summary.tokens_per_s)} tokens/s" if math.isfinite(summary.tokens_per_s) else ""
     mfu = f", {percent(summary.mfu)} of the matmul peak (MFU)" if math.isfinite(summary.mfu) else ""
     lines = []
     if math.isfinite(summary.final_loss):
         lines.append(f"training loss  {summary.final_loss:.3f} nats per token (mean of the last updates)")
-    lines.append(f"time           {duration(summary.train_s)} of training{lost}")
+    wall = max(summary.wall_s, summary.train_s + summary.lost_s)
+    lines.append(f"time           {duration(wall)}, of it {duration(summary.train_s)} in training steps{lost}")
     lines.append(f"tokens         {short(summary.tokens)}{speed}{mfu}")
     lines.append(f"stability      {_stability(summary)}")
     return "\n".join(lines)
@@ -73,11 +74,11 @@ def _stability(summary: Summary) -> str:
 def _sample(sample: Sample) -> str:
     """The prompt, a bar, what the model made of it, line by line as it wrote it."""
     shown = f"{sample.prompt}▮{sample.text}".replace("\r", "")
-    lines = [piece for line in shown.split("\n") for piece in (textwrap.wrap(line, WIDTH - 4, **_KEEP) or [""])]
+    lines = [piece for line in shown.split("\n") for piece in (_WRAPPER.wrap(line) or [""])]
     return f"{sample.domain}, continued by the model from ▮:\n" + "\n".join(f"  | {line}" for line in lines)
 
 
-_KEEP = {"drop_whitespace": False, "replace_whitespace": False, "expand_tabs": True}
+_WRAPPER = textwrap.TextWrapper(WIDTH - 4, drop_whitespace=False, replace_whitespace=False)
 
 
 def _next(summary: Summary, report: str) -> str:

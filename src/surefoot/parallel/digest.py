@@ -116,7 +116,9 @@ def _hash_box(name: str, local: Tensor, shape: tuple[int, ...], offsets: tuple[i
     long row) at a time.
     """
     if local.layout is not torch.strided or local.is_meta:
-        raise ValueError(f"{name} is {local.layout} on {local.device}: a digest reads the bits of dense tensors in memory")
+        raise ValueError(
+            f"{name} is {local.layout} on {local.device}: a digest reads the bits of dense tensors in memory"
+        )
     if local.numel() == 0:
         return 0
     if local.is_complex():

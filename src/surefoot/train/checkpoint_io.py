@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import pickle
+import re
 from collections import defaultdict
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -44,6 +45,9 @@ from surefoot.train.staging import Piece
 
 _WRITE_BYTES = 4 << 20
 """Bytes hashed and written at a time: large enough that both run without the interpreter's lock, small enough for the cache."""
+
+_ZIP = b"PK\x03\x04"
+_UNSUPPORTED = re.compile(r"Unsupported global: GLOBAL (\S+)")
 
 
 class _HashedFile:
@@ -229,10 +233,18 @@ class VerifiedReader(StorageReader):
         tensor_name = item.storage_index.fqn
         where = f"{self._folder / name} at offset {place.offset}"
         stream.seek(place.offset)
+        content = stream.read(place.length)
         try:
-            chunk = torch.load(io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True)
+            if not content.startswith(_ZIP):
+                raise ValueError("not the zip format that tensors are written in")
+            chunk = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-            raise CheckpointError(f"{where}: {tensor_name} is not a plain tensor ({error}); nothing was run") from error
+            # PyTorch's own text tells the reader how to run the file's code all the same.
+            named = _UNSUPPORTED.search(str(error))
+            reason = f"it names {named[1]}" if named else str(error).splitlines()[0]
+            raise CheckpointError(
+                f"{where}: {tensor_name} is not a plain tensor ({reason}); nothing was run"
+            ) from error
         listed = cast(Any, self._metadata.state_dict_metadata[tensor_name])
         sizes = next(part.sizes for part in listed.chunks if part.offsets == item.storage_index.offset)
         if not isinstance(chunk, Tensor) or chunk.shape != sizes or chunk.dtype != listed.properties.dtype:

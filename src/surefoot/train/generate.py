@@ -14,6 +14,7 @@ def continue_tokens(
     *,
     seq_len: int,
     eos_id: int,
+    vocab_size: int = 0,
     temperature: float = 0.8,
     top_k: int = 0,
     seed: int = 0,
@@ -22,7 +23,7 @@ def continue_tokens(
     """Token ids that continue ``prompt`` (not repeated), until the end of the document or ``num_tokens``.
 
     Each token sees the last ``seq_len`` tokens. ``temperature`` 0 takes the likeliest; ``top_k`` 0 draws from all. The draw of token i
-    is seeded by (seed, i). Under sharding every rank must call it, and gets the same tokens.
+    is seeded by (seed, i). ``vocab_size``, when given, keeps rows of the embedding beyond the tokenizer's ids from being drawn. Under sharding every rank must call it, and gets the same tokens.
     Raises ValueError for an empty prompt: nothing was trained to predict a first token.
     """
     if not prompt:
@@ -32,7 +33,7 @@ def continue_tokens(
         window = torch.tensor([tokens[-seq_len:]], dtype=torch.int64, device=device)
         positions = torch.arange(window.shape[1], dtype=torch.int32, device=device)[None]
         documents = torch.zeros_like(positions)
-        logits = forward(window, positions, documents)[0, -1].float().cpu()
+        logits = forward(window, positions, documents)[0, -1].float().cpu()[: vocab_size or None]
         token = _draw(logits, temperature, top_k, seed * 1_000_003 + index)
         if token == eos_id:
             break

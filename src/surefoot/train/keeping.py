@@ -21,8 +21,8 @@ from surefoot.train.retention import checkpoint_name, to_delete
 from surefoot.train.staging import Staging
 from surefoot.train.state import TrainState
 
-Say = Callable[[str], None]
-"""Tells the person watching one sentence."""
+Notify = Callable[[str, Mapping[str, Any]], None]
+"""(kind, row): a ledger row or an event for whoever watches; on rank 0 only."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Keeping:
     folder: Path
     store: RunStore | None
     """The folder's writer, on rank 0."""
-    say: Say
+    notify: Notify
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """Fingerprints that every checkpoint records beside its config."""
     save_group: Any = None
@@ -62,7 +62,7 @@ class Keeping:
     def record(self, kind: str, **fields: Any) -> None:
         """Append a row to the ledger of every rank; on rank 0 it is on the disk before this returns."""
         if self.store:
-            self.store.record(kind, **fields)
+            self.notify(kind, self.store.record(kind, **fields))
         else:
             self._mirror = self._mirror.append(self._mirror.next_row(kind, fields, time.time()))
 
@@ -80,14 +80,15 @@ class Keeping:
         fields = {"from_step": from_step, "from_batch": from_batch, "checkpoint": checkpoint, "cause": cause}
         if self.store:
             self.store.open_attempt(reason=reason, exclude=exclude, **fields)  # type: ignore[arg-type]
+            self.notify("attempt", self.ledger.rows[-1])
         else:
             self.record("attempt", attempt=self.ledger.attempt + 1, reason=reason, exclude=exclude, **fields)
 
-    def event(self, kind: str, state: TrainState, sentence: str, **fields: Any) -> None:
-        """One line in the events and on the console."""
+    def warn(self, state: TrainState, text: str) -> None:
+        """A sentence in the events and for whoever watches, about something that is no decision."""
         if self.store:
-            self.store.write_event(kind, state.batch_index, state.step, text=sentence, **fields)
-            self.say(sentence)
+            self.store.write_event("warning", state.batch_index, state.step, text=text)
+            self.notify("warning", {"text": text})
 
     # Checkpoints
 
@@ -103,7 +104,7 @@ class Keeping:
         name = self._name(state)
         durable = self.store.flush(sync=True) if self.store else True
         if not from_rank_zero(durable, self.world):
-            self.event("checkpoint_failed", state, f"{name} was not written: the disk takes no rows, and a checkpoint must not outlive them")
+            self.warn(state, f"{name} was not written: the disk takes no rows, and a checkpoint must not outlive them")
             return time.perf_counter() - begun
         tensors = state.tensors()
         digest = combine(digest_tensors(tensors))
@@ -120,7 +121,7 @@ class Keeping:
                 self.path(name), tensors, record, asynchronous=asynchronous, group=self.save_group, staging=self.staging
             )
         except CheckpointError as error:
-            self.event("checkpoint_failed", state, f"checkpoint {name} was not written: {error}")
+            self.warn(state, f"checkpoint {name} was not written: {error}")
             return time.perf_counter() - begun
         self._pending = (pending, row)
         if not asynchronous:
@@ -144,7 +145,9 @@ class Keeping:
         try:
             pending.wait()
         except CheckpointError as error:
-            self.say(f"checkpoint {row['name']} was not written: {error}; training goes on, the one before it is untouched")
+            if self.world.leads:
+                text = f"{row['name']} was not written: {error}; training goes on, the checkpoint before it is untouched"
+                self.notify("warning", {"text": text})
             return
         self.record("checkpoint", **row)
         self._prune()
@@ -162,7 +165,7 @@ class Keeping:
             if not problems:
                 return checkpoint
             if self.world.leads:
-                self.say(f"checkpoint {checkpoint.name} is refused: {problems[0]}; trying the one before it")
+                self.notify("warning", {"text": f"{checkpoint.name} is refused: {problems[0]}; trying the one before it"})
         return None
 
     def load(self, name: str, state: TrainState) -> dict[str, Any]:

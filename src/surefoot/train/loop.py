@@ -12,6 +12,7 @@ from surefoot.guard.guard import Judge, judge
 from surefoot.monitor.step_report import StepReport
 from surefoot.parallel.digest import combine, digest_tensors
 from surefoot.train.evaluate import TrainingData, cadence_metrics
+from surefoot.train.first_batch import doubt_initial_loss, prove_first_batch
 from surefoot.train.interrupt import StopRequest
 from surefoot.train.keeping import Keeping
 from surefoot.train.rollback import roll_back
@@ -24,7 +25,7 @@ from surefoot.train.step import StepOutcome, train_step
 class Watcher(Protocol):
     """Sees what happened; returns nothing and changes nothing."""
 
-    def on_step(self, report: StepReport) -> None:
+    def step(self, report: StepReport) -> None:
         """One batch was consumed."""
 
 
@@ -52,16 +53,22 @@ def train(
     """
     config = setup.config
     snapshots = SnapshotRing(config.guard.snapshots)
+    proved = False
     while state.step < config.steps:
         begun = time.perf_counter()
         batch = data.loader.batch(state.batch_index, keeping.ledger.exclusions, setup.world.rank, setup.world.size)
         waited = time.perf_counter() - begun
+        if not proved:
+            prove_first_batch(batch, data.loader, keeping.ledger.exclusions, setup.world)
+            proved = True
         outcome = train_step(state, batch, setup, stop_asked=stop.asked)
         verdict = judge(state.guard, outcome.signals, config.guard)
         state.guard = verdict.state
         state.optimizer.zero_grad(set_to_none=True)
+        if batch.batch_index == 0 and (doubt := doubt_initial_loss(outcome.signals.loss, config.model)):
+            keeping.warn(state, doubt)
         metrics = outcome.metrics | speed(setup, batch.samples_B3.shape[0], time.perf_counter() - begun, waited)
-        if due(state.step, config.eval.every) and not outcome.skipped:
+        if due(state.step, config.eval.every) and not outcome.skipped and state.step < config.steps:
             metrics |= cadence_metrics(state.model, setup, data)
         digest = ""
         if due(state.step, config.log.digest_every) and not outcome.skipped:
@@ -84,14 +91,12 @@ def train(
                 pass
             case SkipUpdate(cause=cause):
                 keeping.record("skip", batch_index=batch.batch_index, step=state.step, cause=cause)
-                keeping.event("skip", state, f"skipped step: {cause}; weights and moments are untouched, training goes on with the next batch")
             case Rollback() as action:
                 roll_back(action, state, setup, data.loader, keeping, snapshots)
-                keeping.event("rollback", state, f"rolled back to batch {state.batch_index} (step {state.step}): {action.cause}")
                 continue
             case Halt(reason=reason):
                 keeping.wait()
-                keeping.record("verdict", action="halt", cause=reason, batch_index=batch.batch_index)
+                keeping.record("verdict", action="halt", text=reason, batch_index=batch.batch_index)
                 keeping.record("stop", reason=reason)
                 return Ending("halted", reason)
         keep_up(state, setup, keeping, snapshots, outcome)
@@ -119,8 +124,11 @@ def tell(report: StepReport, keeping: Keeping, watchers: Sequence[Watcher]) -> N
     if keeping.store:
         keeping.store.write_step(report)
         keeping.store.heartbeat(report.step, report.batch_index)
+        evaluated = {name: value for name, value in report.metrics.items() if name.startswith("eval/")}
+        if evaluated:
+            keeping.notify("eval", {"step": report.step, **evaluated})
     for watcher in watchers:
-        watcher.on_step(report)
+        watcher.step(report)
 
 
 def due(count: int, every: int) -> bool:

@@ -110,7 +110,7 @@ def begin_fork(
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(source, partial)
         partial.rename(keeping.path(name))
-    keeping.open_attempt("fork", from_step=checkpoint.step, from_batch=checkpoint.batch_index, checkpoint=name)
+    keeping.open_attempt("fork", from_step=checkpoint.step, from_batch=checkpoint.batch_index, checkpoint=checkpoint.name)
     keeping.record(
         "checkpoint",
         name=name,

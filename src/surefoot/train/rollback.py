@@ -32,7 +32,7 @@ def roll_back(
     keeping.record(
         "verdict",
         action="rollback",
-        cause=action.cause,
+        text=f"Rolling back: {action.cause}.",
         batch_index=state.batch_index,
         from_batch=from_batch,
         exclude=list(action.exclude),

@@ -2,11 +2,12 @@
 
 import dataclasses
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from surefoot.config.codec import from_toml, to_toml
 from surefoot.config.fingerprint import changed_computation, fingerprint, refuse_changes
@@ -19,9 +20,10 @@ from surefoot.monitor.store import RunStore
 from surefoot.parallel.apply import compiles
 from surefoot.parallel.device import choose_precision, peak_flops
 from surefoot.parallel.mesh import World, barrier
+from surefoot.parallel.precision import Precision
 from surefoot.train.checkpoint import own_group
 from surefoot.train.evaluate import TrainingData
-from surefoot.train.keeping import Keeping, Say
+from surefoot.train.keeping import Keeping, Notify
 from surefoot.train.opening import ResumeRefused, begin_fork, begin_or_resume, environment, environment_changes
 from surefoot.train.setup import Setup, set_up
 from surefoot.train.snapshot import check_budget
@@ -61,17 +63,19 @@ def open_run(
     folder: Path,
     world: World,
     *,
-    say: Say,
+    notify: Notify,
     progress: Progress | None = None,
     allow_change: Sequence[str] = (),
     fork: ForkOf | None = None,
+    peak: float | None = None,
 ) -> Iterator[OpenRun]:
     """Open or continue the run in ``folder``; on leaving, wait for what is being written and let the folder go.
 
-    Collective over ranks. Raises ConfigError when the folder's run was started with another config, DataError for data that cannot be
+    ``peak`` (FLOP/s) is what MFU is a share of: None measures it, 0 leaves MFU out. Collective over ranks. Raises ConfigError when the folder's run was started with another config, DataError for data that cannot be
     trained on, StoreError for a folder that cannot be written, EnvironmentFault, CheckpointError.
     """
     asked = fingerprint(config)
+    say = partial(_warn, notify)
     store = RunStore(folder, say) if world.leads else None
     try:
         before = stored_config(folder)
@@ -82,11 +86,11 @@ def open_run(
             refuse_changes(before, config, str(folder), allow_change)
         prepared = prepare_together(config, world, progress)
         data = TrainingData.open(config, prepared)
-        setup, state = set_up(config, world, peak_flops=peak_flops(world.device, config.parallel.precision))
+        setup, state = set_up(config, world, peak_flops=find_peak(config, world) if peak is None else peak)
         snapshot_gib = check_budget(state.tensors(), config.guard.snapshots, config.guard.snapshot_budget_gib)
         provenance = {"data_fingerprint": prepared.fingerprint, "tokenizer_fingerprint": prepared.tokenizer_fingerprint}
         keeping = Keeping(
-            config=config, world=world, folder=folder, store=store, say=say, provenance=provenance, save_group=own_group()
+            config=config, world=world, folder=folder, store=store, notify=notify, provenance=provenance, save_group=own_group()
         )
         if store:
             write_down(store, config, prepared, world, say, resumed=before is not None)
@@ -100,6 +104,11 @@ def open_run(
     finally:
         if store:
             store.close()
+
+
+def find_peak(config: RunConfig, world: World) -> float:
+    """FLOP/s of the device's matrix products at best, by its data sheet or measured."""
+    return peak_flops(world.device, cast(Precision, config.parallel.precision))
 
 
 def stored_config(folder: Path) -> RunConfig | None:
@@ -131,7 +140,7 @@ def prepare_together(config: RunConfig, world: World, progress: Progress | None)
 
 
 def write_down(
-    store: RunStore, config: RunConfig, prepared: PreparedData, world: World, say: Say, *, resumed: bool
+    store: RunStore, config: RunConfig, prepared: PreparedData, world: World, say: Callable[[str], None], *, resumed: bool
 ) -> None:
     """config.toml, env.json and a copy of the tokenizer; what changed in the environment since the last start is said."""
     prints = {"data_fingerprint": prepared.fingerprint, "tokenizer_fingerprint": prepared.tokenizer_fingerprint}
@@ -149,3 +158,7 @@ def write_down(
     store.write_environment(now)
     if prepared.tokenizer_path is not None:
         shutil.copyfile(prepared.tokenizer_path, store.folder / "tokenizer.json")
+
+
+def _warn(notify: Notify, text: str) -> None:
+    notify("warning", {"text": text})

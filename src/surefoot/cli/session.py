@@ -1,0 +1,160 @@
+"""From an open folder to an exit code: what ``train`` and ``fork`` share."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surefoot.cli import exit_codes
+from surefoot.config.run import RunConfig
+from surefoot.monitor.console import ConsoleWatcher, print_summary
+from surefoot.monitor.facts import RunFacts
+from surefoot.monitor.report import write_report
+from surefoot.monitor.run import Run
+from surefoot.monitor.sentences import sentence
+from surefoot.monitor.summary import summarise
+from surefoot.monitor.trackers import open_trackers
+
+if TYPE_CHECKING:
+    from surefoot.train.run import ForkOf, OpenRun
+
+
+class Notices:
+    """Where sentences go: to standard error until there is a console, then to it."""
+
+    def __init__(self) -> None:
+        self.console: ConsoleWatcher | None = None
+
+    def __call__(self, kind: str, row: Mapping[str, Any]) -> None:
+        """One ledger row or event."""
+        if self.console:
+            self.console.event(kind, row)
+        elif kind != "attempt":
+            print(sentence(kind, row), file=sys.stderr)
+
+
+class BuildProgress:
+    """A line on standard error while shards are built; overwritten on a terminal, one line per part in a log."""
+
+    def __init__(self) -> None:
+        self.last = ""
+        self.open = False
+
+    def __call__(self, what: str, share: float) -> None:
+        """``what`` is under way, ``share`` of it done."""
+        if sys.stderr.isatty():
+            bar = "█" * round(20 * share) + "░" * (20 - round(20 * share))
+            print(f"\r\x1b[2K{bar} {what}", end="", file=sys.stderr, flush=True)
+            self.open = True
+        elif what != self.last:
+            print(what, file=sys.stderr, flush=True)
+        self.last = what
+
+    def end(self) -> None:
+        """Clear the line."""
+        if self.open:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+            self.open = False
+
+
+def say_finished(folder: Path, *, as_json: bool) -> bool:
+    """Whether the folder holds a finished run; if so, says it and shows its summary."""
+    if not (folder / "ledger.jsonl").exists():
+        return False
+    run = Run(folder)
+    if run.status().state != "finished":
+        return False
+    report = folder / "report.html"
+    print(
+        f"{folder} is finished: nothing to do. --fresh starts it over, `surefoot fork` goes on from it.",
+        file=sys.stderr,
+    )
+    print_summary(summarise(run), as_json=as_json, report=str(report) if report.exists() else "")
+    return True
+
+
+def run_to_end(
+    config: RunConfig, folder: Path, *, as_json: bool, allow_change: Sequence[str] = (), fork: "ForkOf | None" = None
+) -> int:
+    """Open the run, train, finish, report; the exit code says how it ended."""
+    from surefoot.parallel.mesh import join_world, leave_world
+    from surefoot.train.finishing import finish
+    from surefoot.train.interrupt import StopRequest
+    from surefoot.train.loop import train
+    from surefoot.train.run import open_run
+
+    notices, progress = Notices(), BuildProgress()
+    world = join_world(config.parallel)
+    try:
+        with (
+            StopRequest() as stop,
+            open_run(
+                config, folder, world, notify=notices, progress=progress, allow_change=allow_change, fork=fork
+            ) as run,
+        ):
+            progress.end()
+            console = _console(run) if world.leads else None
+            notices.console = console
+            trackers = open_trackers(run.config, folder) if world.leads else ()
+            try:
+                watchers = (*([console] if console else []), *trackers)
+                ending = train(run.state, run.setup, run.data, run.keeping, stop=stop, watchers=watchers)
+                if ending.reason == "done":
+                    finish(run)
+                elif ending.reason == "stopped":
+                    name = stop.signal.name if stop.signal else "another rank's signal"
+                    run.keeping.record("stop", reason=name)
+            finally:
+                if console:
+                    console.close()
+                for tracker in trackers:
+                    tracker.close()
+    finally:
+        progress.end()
+        leave_world()
+    code = {"done": exit_codes.DONE, "halted": exit_codes.GAVE_UP, "stopped": stop.exit_code}[ending.reason]
+    if world.leads:
+        report = write_report(Run(folder))
+        print_summary(summarise(Run(folder)), as_json=as_json, report=str(report))
+        if ending.reason == "halted":
+            print(ending.text, file=sys.stderr)
+    return code
+
+
+def _console(run: "OpenRun") -> ConsoleWatcher:
+    facts = run_facts(run)
+    store = run.keeping.store
+    if store:
+        facts.write(store, run.state.batch_index, run.state.step)
+    console = ConsoleWatcher(facts, print_every=run.config.log.print_every)
+    console.start()
+    if run.opening != "starting":
+        console.say(run.opening)
+    if run.snapshot_gib > 0:
+        console.say(f"snapshots in memory take {run.snapshot_gib:.2f} GiB")
+    return console
+
+
+def run_facts(run: "OpenRun") -> RunFacts:
+    """What the first line says."""
+    import torch
+
+    config, starts = run.config, run.data.loader.batch_starts
+    rows = starts.rows_of(0)
+    model = config.model
+    device = run.setup.world.device.type
+    where = f"{torch.get_num_threads()} threads" if device == "cpu" else f"{torch.cuda.get_device_name()}"
+    ranks = f"{run.setup.world.size} ranks ({config.parallel.data_parallel}), " if run.setup.world.size > 1 else ""
+    return RunFacts(
+        recipe=config.recipe,
+        model=f"{model.num_layers} layers, d_model {model.d_model}",
+        num_params=sum(p.numel() for p in run.state.model.parameters()),
+        tokens=run.data.tokens_before(config.steps),
+        steps=config.steps,
+        batch_tokens=(rows[1] - rows[0]) * config.data.seq_len,
+        precision=config.parallel.precision,
+        device=f"{ranks}{device}, {where}",
+        data_fingerprint=run.data.prepared.fingerprint,
+        config_fingerprint=run.fingerprint,
+        folder=str(run.keeping.folder),
+    )

@@ -1,0 +1,91 @@
+"""The end of a run: all held-out rows, what compressors make of the same bytes, a continuation per domain, the last ledger row."""
+
+import numpy as np
+
+from surefoot.data.baselines import compression_baselines, held_out_texts
+from surefoot.data.loader import EvalRows
+from surefoot.data.tokenizer import load_tokenizer
+from surefoot.monitor.facts import Sample, Yardstick
+from surefoot.parallel.digest import combine, digest_tensors
+from surefoot.train.evaluate import evaluate
+from surefoot.train.generate import continue_tokens
+from surefoot.train.run import OpenRun
+
+PROMPT_TOKENS = 48
+"""Held-out tokens that a shown continuation starts from."""
+
+
+def finish(run: OpenRun) -> None:
+    """Evaluate all held-out rows, measure the yardsticks, draw the continuations, and close the ledger. Collective over ranks."""
+    state, store = run.state, run.keeping.store
+    results = {rows.name: evaluate(state.model, run.setup, rows, 0) for rows in run.data.held_out}
+    samples = [sample for rows in run.data.held_out if (sample := draw_sample(run, rows)) is not None]
+    digest = combine(digest_tensors(state.tensors()))
+    if store:
+        metrics: dict[str, float] = {}
+        for name, result in results.items():
+            metrics[f"eval/{name}/loss"] = result.loss
+            metrics[f"eval/{name}/bits_per_byte"] = result.bits_per_byte
+        store.write_metrics(state.batch_index - 1, state.step, metrics)
+        run.keeping.notify("eval", {"step": state.step, **metrics})
+        for source, rows in enumerate(run.data.held_out):
+            found = compression_baselines(held_out_texts(run.config.data, run.data.prepared, source))
+            Yardstick(
+                domain=rows.name,
+                num_bytes=found.num_bytes,
+                zlib_bits_per_byte=found.zlib_bits_per_byte,
+                xz_bits_per_byte=found.xz_bits_per_byte,
+            ).write(store, state.batch_index, state.step)
+        for sample in samples:
+            sample.write(store, state.batch_index, state.step)
+        store.flush(sync=True)
+    run.keeping.record(
+        "finish",
+        step=state.step,
+        batch_index=state.batch_index,
+        digest=digest,
+        bits_per_byte={name: result.bits_per_byte for name, result in results.items()},
+    )
+    if store:
+        store.heartbeat(state.step, state.batch_index, "finished", force=True)
+
+
+def draw_sample(run: OpenRun, rows: EvalRows) -> Sample | None:
+    """What the model makes of the beginning of the first held-out document that is long enough to begin."""
+    config = run.config
+    if not config.log.sample_tokens:
+        return None
+    tokenizer = load_tokenizer(config.data.tokenizer, run.data.prepared.tokenizer_path)
+    prompt = first_prompt(rows)
+    if not prompt:
+        return None
+    drawn = continue_tokens(
+        run.state.model,
+        prompt,
+        config.log.sample_tokens,
+        seq_len=config.data.seq_len,
+        eos_id=run.data.prepared.eos_id,
+        vocab_size=run.data.prepared.vocab_size,
+        seed=config.seed,
+        device=run.setup.world.device,
+    )
+    return Sample(domain=rows.name, prompt=tokenizer.decode(prompt), text=tokenizer.decode(drawn))
+
+
+def first_prompt(rows: EvalRows) -> list[int]:
+    """The first tokens of the first held-out document that holds twice as many; of the longest one where none does."""
+    split = rows.split
+    best = 0
+    for document in range(min(split.num_documents, 1000)):
+        start, stop = split.document_span(document)
+        if stop - start > 2 * PROMPT_TOKENS:
+            return _ids(rows, start, start + PROMPT_TOKENS)
+        best = max(best, document, key=lambda d: split.document_span(d)[1] - split.document_span(d)[0])
+    start, stop = split.document_span(best)
+    return _ids(rows, start, max(start + 1, start + (stop - start) // 2))
+
+
+def _ids(rows: EvalRows, start: int, stop: int) -> list[int]:
+    ids = np.empty(stop - start, dtype=rows.split.dtype)
+    rows.split.read(start, ids)
+    return [int(token) for token in ids]
