@@ -266,6 +266,15 @@ def test_a_later_file_takes_the_blame_for_what_it_overrides(tmp_path: Path) -> N
     ]
 
 
+def test_a_setting_that_a_change_of_kind_dropped_takes_no_blame(tmp_path: Path) -> None:
+    for name, text in (("a", "vocab_size = 5000"), ("b", "kind = 'bytes'"), ("c", "kind = 'bpe'")):
+        (tmp_path / name).write_text(f"[data.tokenizer]\n{text}\n")
+    files = (tmp_path / "a", tmp_path / "b", tmp_path / "c")
+    assert problems_of("--model.vocab_size", "300", files=files) == [
+        "--model.vocab_size: model.vocab_size=300 has no row for data.tokenizer.vocab_size=4096; at least 4096"
+    ]
+
+
 def test_a_file_that_is_no_toml_is_told_with_its_line(tmp_path: Path) -> None:
     file, missing, binary = tmp_path / "a.toml", tmp_path / "none.toml", tmp_path / "b.toml"
     file.write_text("steps = 5\nseed 3\n")

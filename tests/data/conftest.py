@@ -56,7 +56,9 @@ def make_loader(write_split: WriteSplit) -> MakeLoader:
     ) -> Loader:
         folders = [write_split(texts) for texts in sources]
         prepared = PreparedData(
-            sources=tuple(PreparedSource(f"s{at}", folder, write_split(["held out"])) for at, folder in enumerate(folders)),
+            sources=tuple(
+                PreparedSource(f"s{at}", folder, write_split(["held out"])) for at, folder in enumerate(folders)
+            ),
             tokenizer_path=None,
             tokenizer_fingerprint=ByteTokenizer.fingerprint,
             vocab_size=257,

@@ -70,7 +70,9 @@ def test_the_rows_of_a_document_say_when_it_is_read(make_loader, texts):
     read = []
     for batch_index in range(60):
         samples = loader.sample_ids(batch_index).tolist()
-        read.append(sum(s.document == document for source, _, row in samples for s in loader.row_documents(source, row)))
+        read.append(
+            sum(s.document == document for source, _, row in samples for s in loader.row_documents(source, row))
+        )
     first = next(at for at, count in enumerate(read) if count)
     assert loader.first_batch_with(document) == first
     for batch_index in (0, 1, first, first + 1, 17, 40, 59):

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -10,7 +12,9 @@ SEQ_LEN = 16
 
 def by_hand(texts, seq_len, document_mask):
     """Rows built token by token from the texts, the slow and obvious way."""
-    stream = [(token, number, place) for number, text in enumerate(texts) for place, token in enumerate([*text.encode(), 256])]
+    stream = [
+        (token, number, place) for number, text in enumerate(texts) for place, token in enumerate([*text.encode(), 256])
+    ]
     rows = []
     for start in range(0, max(len(stream) - 1, 1), seq_len):
         row = []
@@ -39,7 +43,9 @@ def test_rows_are_the_documents_cut_by_hand(write_split, texts, seq_len, documen
         assert rows.tokens_BT[at].tolist() == [token for token, _, _, _ in row]
         assert rows.targets_BT[at].tolist() == [target for _, target, _, _ in row]
         assert rows.documents_BT[at].tolist() == [document for _, _, document, _ in row]
-        real = [(position, rows.positions_BT[at, t]) for t, (_, _, _, position) in enumerate(row) if position is not None]
+        real = [
+            (position, rows.positions_BT[at, t]) for t, (_, _, _, position) in enumerate(row) if position is not None
+        ]
         assert all(expected == actual for expected, actual in real)
 
 
@@ -96,4 +102,4 @@ def test_rows_and_documents_point_at_each_other(write_split, texts):
         assert [row for row, _, _ in pieces] == list(rows_of_document(split, number, SEQ_LEN))
         assert pieces[0][1] == 0
         assert pieces[-1][2] == len(text.encode()) + 1
-        assert all(before[2] == after[1] for before, after in zip(pieces, pieces[1:], strict=False))
+        assert all(before[2] == after[1] for before, after in pairwise(pieces))

@@ -36,7 +36,7 @@ def write_sparse(folder: Path, num_tokens: int, num_documents: int) -> Path:
         tokenizer_fingerprint="t",
         eos_appended=False,
         eos_id=256,
-        sha256={name: "0" * 64 for name in ("tokens.bin", "tokens.idx", "documents.ids")},
+        sha256=dict.fromkeys(("tokens.bin", "tokens.idx", "documents.ids"), "0" * 64),
     )
     (folder / "manifest.json").write_text(manifest.to_json())
     return folder
@@ -99,4 +99,3 @@ def test_a_million_documents_are_searched_in_a_few_reads(tmp_path):
     assert first == 777_777
     assert starts.tolist() == [3 * 777_777, 3 * 777_777 + 3, 3 * 777_777 + 6]
     assert counted.reads <= READS_PER_LOOKUP
-

@@ -28,7 +28,7 @@ def test_text_comes_back_and_its_tokens_count_its_bytes(bpe, text):
         assert tokenizer.decode([*ids, tokenizer.eos_id]) == text
         assert tokenizer.token_num_bytes()[ids].sum() == len(text.encode())
         assert tokenizer.eos_id not in ids
-        assert tokenizer.encode_batch([text, "x"]) == [ids, tokenizer.encode("x")]
+        assert [each.tolist() for each in tokenizer.encode_batch([text, "x"])] == [ids, tokenizer.encode("x")]
 
 
 def test_the_vocabulary_has_the_size_asked_for_with_the_end_of_document_in_it(bpe):

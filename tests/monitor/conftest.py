@@ -55,7 +55,7 @@ class Synthetic:
             if report.skipped:
                 self.store.record("skip", batch_index=batch, step=self.step, cause=report.cause)
             self.store.write_step(report)
-            if batch % max(1, self.steps // 12) == 0 or batch == self.steps - 1:
+            if batch % max(1, self.steps // 12) == 0 or batch == self.steps:
                 self.evaluate(batch)
 
     def evaluate(self, batch: int) -> None:
@@ -100,33 +100,33 @@ def synthetic_run(folder: Path, steps: int = 1200, *, finish: bool = True) -> Pa
         store.open_attempt(reason="start", from_step=0, from_batch=0)
         FACTS.write(store)
         run.batches(range(2 * tenth))
-        first = run.save(2 * tenth)
+        first, smoothed = run.save(2 * tenth), run.smoothed
         run.batches(range(2 * tenth, 3 * tenth))
         store.open_attempt(reason="resume", from_step=2 * tenth, from_batch=2 * tenth, checkpoint=first)
-        run.step = 2 * tenth
+        run.step, run.smoothed = 2 * tenth, smoothed
         run.batches(range(2 * tenth, 5 * tenth), nans=(4 * tenth + 7,))
         store.record("certified", name=first)
         second = run.save(5 * tenth)
-        at = run.step
+        at, smoothed = run.step, run.smoothed
         run.batches(range(5 * tenth, 6 * tenth), spikes=tuple(range(6 * tenth - 12, 6 * tenth)))
         bad = Exclusion(document=BAD, from_batch=5 * tenth)
         cause = "the loss rose 3.0 above its band"
         store.open_attempt(
             reason="rollback", from_step=at, from_batch=5 * tenth, checkpoint=second, exclude=[bad], cause=cause
         )
-        run.step = at
-        run.batches(range(5 * tenth, steps), spikes=(8 * tenth,))
-        run.save(steps)
+        run.step, run.smoothed = at, smoothed
+        run.batches(range(5 * tenth, steps + 1), spikes=(8 * tenth,))
+        run.save(steps + 1)
         sizes = {"num_bytes": 1_800_000}
-        Yardstick(domain="code", zlib_bits_per_byte=2.021, xz_bits_per_byte=1.724, **sizes).write(store, steps - 1)
-        Yardstick(domain="prose", zlib_bits_per_byte=2.642, xz_bits_per_byte=2.310, **sizes).write(store, steps - 1)
+        Yardstick(domain="code", zlib_bits_per_byte=2.021, xz_bits_per_byte=1.724, **sizes).write(store, steps)
+        Yardstick(domain="prose", zlib_bits_per_byte=2.642, xz_bits_per_byte=2.310, **sizes).write(store, steps)
         code = "        if self._closed:\n            raise ValueError('I/O operation on closed file')\n        return self._buffer"
-        Sample(domain="code", prompt="    def read(self, size=-1):\n", text=code).write(store, steps - 1)
+        Sample(domain="code", prompt="    def read(self, size=-1):\n", text=code).write(store, steps)
         prose = " a new object of the same type. If the argument is omitted, the default is used instead, and the value"
-        Sample(domain="prose", prompt="Return", text=prose).write(store, steps - 1)
-        store.heartbeat(run.step, steps, force=True)
+        Sample(domain="prose", prompt="Return", text=prose).write(store, steps)
+        store.heartbeat(run.step, steps + 1, force=True)
         if finish:
-            store.record("finish", step=run.step, batch_index=steps, digest="0123456789abcdef")
+            store.record("finish", step=run.step, batch_index=steps + 1, digest="0123456789abcdef")
     return folder
 
 

@@ -148,7 +148,7 @@ def run_facts(run: "OpenRun") -> RunFacts:
     return RunFacts(
         recipe=config.recipe,
         model=f"{model.num_layers} layers, d_model {model.d_model}",
-        num_params=sum(p.numel() for p in run.state.model.parameters()),
+        num_params=sum(p.numel() for p in run.state.parameters.values()),
         tokens=run.data.tokens_before(config.steps),
         steps=config.steps,
         batch_tokens=(rows[1] - rows[0]) * config.data.seq_len,

@@ -66,7 +66,7 @@ def resolve(base: RunConfig, overlays: Sequence[FilePath], flags: Sequence[str])
         flag = f"--{dotted(path)}"
         report.places.give(path, flag)
         values = lay_over(RunConfig, values, nested(path, text), (), report)
-        report.places.give(path, flag)  # again: a change of kind forgets what was given inside its table
+        report.places.give(path, flag)  # again: replacing a value forgets where it was given
     return _read(RunConfig, values, report)
 
 

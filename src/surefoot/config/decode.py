@@ -123,13 +123,17 @@ class Decoder:
         if annotation is float:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 return self._not_a(annotation, value, path)
-            if not math.isfinite(value):
-                return self._wrong(path, f"{dotted(path)} = {value} is not finite")
-            return float(value)
+            try:
+                number = float(value)
+            except OverflowError:  # a whole number beyond any float
+                number = math.inf
+            return number if math.isfinite(number) else self._wrong(path, f"{dotted(path)} = {number} is not finite")
         if annotation not in (bool, int, str):
             raise TypeError(f"{dotted(path)} is declared as {annotation}, which no config file can hold")
         if not isinstance(value, annotation) or (annotation is int and isinstance(value, bool)):
             return self._not_a(annotation, value, path)
+        if annotation is int and not -(2**63) <= value < 2**63:
+            return self._wrong(path, f"{dotted(path)} = {value} does not fit 64 bits, TOML's whole numbers")
         return value
 
     def _unknown(self, table: type, annotation: Any, path: Path) -> str:

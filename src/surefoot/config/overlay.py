@@ -23,6 +23,8 @@ def read_toml(file: FilePath) -> tuple[dict[str, Any], dict[Path, int]]:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([_syntax_error(file, text, str(error))]) from error
+    except ValueError as error:  # a number with more digits than Python reads
+        raise ConfigError([f"{file}: cannot be read: {error}"]) from error
     return values, key_lines(text.replace("\r\n", "\n"))
 
 
@@ -43,12 +45,12 @@ def lay_over(annotation: Any, below: Any, above: Any, path: Path, report: Report
         return _patch_items(annotation, below, above, path, report)
     if not isinstance(below, dict) or not isinstance(above, dict):
         if not isinstance(above, dict):
-            report.places.forget_below(path)
+            report.places.forget(path)
         return above
     merged = dict(below)
     if variants(annotation) and "kind" in above and above["kind"] != below.get("kind"):
         merged = {}
-        report.places.forget_below(path)
+        report.places.forget(path)
     table = table_for(annotation, {**merged, **above})
     known = settings(table) if table else {}
     for key, value in above.items():

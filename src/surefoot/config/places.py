@@ -23,9 +23,9 @@ class Places:
         """A value was set here."""
         self.given[path] = place
 
-    def forget_below(self, path: Path) -> None:
-        """The value at ``path`` was replaced whole."""
-        for key in [key for key in self.given if len(key) > len(path) and key[: len(path)] == path]:
+    def forget(self, path: Path) -> None:
+        """The value at ``path`` is replaced whole: nothing inside it was given where it used to be."""
+        for key in [key for key in self.given if key[: len(path)] == path]:
             del self.given[key]
 
     def of(self, path: Path) -> str:

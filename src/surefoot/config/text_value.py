@@ -46,7 +46,7 @@ def structure(text: str) -> Any:
         pass
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
+    except (ValueError, KeyError):
         return text
 
 

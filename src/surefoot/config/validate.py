@@ -16,6 +16,9 @@ _BYTE_VOCABULARY = 257  # every byte and the end of a document
 _LEAST_TRUNCATION = 0.5  # below it nearly every draw is redrawn
 
 
+_NEAR = 4096
+
+
 class Rule(NamedTuple):
     """A broken rule: the settings it is about, the one to point at first, and what is wrong."""
 
@@ -63,6 +66,13 @@ def nearest_multiples(value: int, step: int) -> str:
     return ", ".join(str(near) for near in (below, below + step) if near > 0)
 
 
+def nearest_divisors(value: int, wanted: int) -> list[int]:
+    """The two divisors of ``value`` nearest to ``wanted``, smaller first; numbers far from it are not looked at."""
+    candidates = range(max(1, wanted - _NEAR), min(value, wanted + _NEAR) + 1)
+    divisors = [n for n in (1, *candidates, value) if value % n == 0]
+    return sorted(sorted(set(divisors), key=lambda n: abs(n - wanted))[:2])
+
+
 def _recipe(recipe: str) -> Iterator[Rule]:
     if not NAME.fullmatch(recipe):
         yield Rule(("recipe",), f"recipe={recipe!r} must be letters, digits, '_' and '-': it names the run folder")
@@ -74,8 +84,7 @@ def _model(model: ModelConfig) -> Iterator[Rule]:
         heads, kv_heads = attention.num_heads, attention.num_kv_heads
         keys = ("model.attention.num_kv_heads", "model.attention.num_heads")
         if heads > 0 and kv_heads > 0 and heads % kv_heads:
-            divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-            near = sorted(sorted(divisors, key=lambda n: abs(n - kv_heads))[:2])
+            near = nearest_divisors(heads, kv_heads)
             yield Rule(
                 keys,
                 f"model.attention.num_heads={heads} is not divisible by num_kv_heads={kv_heads}; "

@@ -4,6 +4,7 @@ Its ids become the end-of-document id, its targets are ignored, its document num
 each other (no ``document_mask``), every row that holds a span of it goes as a whole.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,7 @@ from surefoot.data.errors import DataError
 from surefoot.data.pack import BLANK, IGNORE, Rows
 from surefoot.data.shards import Split
 
-
-@dataclass(frozen=True)
-class Blanked:
-    """What was blanked in a set of rows."""
-
-    num_tokens: int = 0
-    documents: frozenset[str] = frozenset()
+_DOCUMENT = re.compile("[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -42,14 +37,11 @@ class _Intervals:
 
 def find_document(splits: Sequence[Split], document: str) -> list[tuple[int, int]]:
     """(source, document number) of every copy; DataError when no source holds it."""
-    try:
-        number = int(document, 16) if len(document) == 16 else -1
-    except ValueError:
-        number = -1
-    if number < 0:
+    if not _DOCUMENT.fullmatch(document):
         raise DataError(
             f"document {document!r}: a document is named by 16 hex digits, as `surefoot data inspect` prints"
         )
+    number = int(document, 16)
     found = [(source, at) for source, split in enumerate(splits) for at in split.find_document(number)]
     if not found:
         folders = ", ".join(str(split.folder) for split in splits)

@@ -4,9 +4,12 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tokenizers
@@ -15,7 +18,7 @@ from surefoot.config.data import BpeTokenizer, BytesTokenizer, DataConfig, Shard
 from surefoot.data.errors import DataError
 from surefoot.data.extract import Extracted, extract, texts_of
 from surefoot.data.hashing import sha256_of_file
-from surefoot.data.prepared import TOKENIZER, PreparedData, PreparedSource, assemble, open_source, seal_source
+from surefoot.data.prepared import TOKENIZER, PreparedData, assemble, open_source, seal_source
 from surefoot.data.shard_writer import SplitWriter
 from surefoot.data.shards import Split
 from surefoot.data.source import describe_origin
@@ -25,6 +28,7 @@ from surefoot.data.verify import note_verified, verify_once
 BUILD_VERSION = 1  # raise it when the same texts would give other shards
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _VERIFIED = "verified.json"
+_ABANDONED_S = 24 * 3600.0
 
 Progress = Callable[[str, float], None]
 
@@ -42,7 +46,12 @@ def prepare(data: DataConfig, *, num_workers: int = 0, progress: Progress | None
     texts = [source for source in data.sources if not isinstance(source.documents, Shards)]
     folder = cache / _fingerprint(data, texts)
     if texts and not folder.is_dir():
-        _build_folder(data, texts, folder, num_workers or len(os.sched_getaffinity(0)), report)
+        try:
+            _build_folder(data, texts, folder, num_workers or num_cores(), report)
+        except OSError as error:
+            raise DataError(
+                f"{folder}: cannot be built: {error}; free space, or point data.cache_dir at a writable folder"
+            ) from error
     sources = []
     for source in data.sources:
         place = Path(source.documents.path) if isinstance(source.documents, Shards) else folder / source.name
@@ -55,8 +64,13 @@ def prepare(data: DataConfig, *, num_workers: int = 0, progress: Progress | None
     _check_tokenizer(data, prepared)
     for built in prepared.sources:
         for side in (built.train, built.val):
-            verify_once(Split.open(side), cache / _VERIFIED)
+            verify_once(Split.open(side), cache / _VERIFIED, partial(report, f"verify {built.name}"))
     return prepared
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_config(data: DataConfig) -> None:
@@ -168,12 +182,13 @@ def _build_folder(
 ) -> None:
     """Build every text source in a folder beside ``folder`` and move it there whole."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(folder.parent)
     with tempfile.TemporaryDirectory(prefix=f".building-{folder.name}-", dir=folder.parent) as name:
         work, built = Path(name), Path(name) / "built"
         sides = _extract_sides(data, texts, work, num_workers, report)
         tokenizer = _make_tokenizer(data, sides, report)
         for source, side in zip(texts, sides, strict=True):
-            _write_source(built / source.name, side, tokenizer, lambda x, n=source.name: report(f"tokenise {n}", x))  # type: ignore[misc]
+            _write_source(built / source.name, side, tokenizer, partial(report, f"tokenise {source.name}"))
         try:
             os.rename(built, folder)
         except OSError:
@@ -184,6 +199,13 @@ def _build_folder(
             note_verified(Split.open(folder / source.name / split), folder.parent / _VERIFIED)
 
 
+def _sweep(cache: Path) -> None:
+    """Remove what builds that were killed left behind, once no build can still be at it."""
+    for leftover in cache.glob(".building-*"):
+        if time.time() - leftover.stat().st_mtime > _ABANDONED_S:
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
 def _extract_sides(
     data: DataConfig, texts: Sequence[SourceConfig], work: Path, num_workers: int, report: Progress
 ) -> list[_Sides]:
@@ -191,11 +213,8 @@ def _extract_sides(
     sides = []
     for source in texts:
         assert not isinstance(source.documents, Shards)
-
-        def advance(share: float, name: str = source.name) -> None:
-            report(f"read {name}", share)
-
-        found = extract(source.documents, work / "texts" / source.name, num_workers, advance)
+        place = work / "texts" / source.name
+        found = extract(source.documents, place, num_workers, partial(report, f"read {source.name}"))
         sides.append(_divide(found, data.val_fraction, source.name))
     held_out = {document.number for side in sides for document in side.val}
     for source in data.sources:
@@ -270,8 +289,3 @@ def _write_source(folder: Path, sides: _Sides, tokenizer: Tokenizer, progress: C
     if isinstance(tokenizer, SubwordTokenizer):
         tokenizer.save(folder / TOKENIZER)
     seal_source(folder, tokenizer.fingerprint)
-
-
-def source_folders(prepared: PreparedData) -> dict[str, PreparedSource]:
-    """Sources by name."""
-    return {source.name: source for source in prepared.sources}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from surefoot.config.data import PythonInstallation, TextFiles
@@ -53,12 +54,16 @@ def extract(
     names = list_names(cfg)
     workers = max(1, min(num_workers, len(names) // _NAMES_PER_WORKER))
     parts = [folder / f"part-{worker:04d}" for worker in range(workers)]
-    done = [0] * workers
+    done = 0
+    one_at_a_time = Lock()
+
+    def advance() -> None:
+        nonlocal done
+        with one_at_a_time:
+            done += 1
+            progress(done / len(names))
 
     def work(worker: int) -> None:
-        def advance() -> None:
-            done[worker] += 1
-            progress(sum(done) / len(names))
 
         mine = names[worker::workers]
         if workers == 1:
@@ -145,7 +150,7 @@ def main() -> int:
     try:
         cfg = _config_of(request["documents"])
         _write_part(cfg, request["names"], Path(request["part"]), lambda: print(flush=True))
-    except DataError as error:
+    except (DataError, OSError) as error:
         print(error, file=sys.stderr)
         return _REFUSED
     return 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from surefoot.data.errors import DataError
 from surefoot.data.shard_writer import write_atomically
-from surefoot.data.shards import MANIFEST, TOKENS, Split, read_manifest
+from surefoot.data.shards import MANIFEST, TOKENS, Split
 
 SOURCE_FORMAT = "surefoot-source-1"
 TOKENIZER = "tokenizer.json"
@@ -97,9 +97,3 @@ def assemble(sources: tuple[PreparedSource, ...], tokenizer_path: Path | None) -
     return PreparedData(
         sources, tokenizer_path, first.tokenizer_fingerprint, first.vocab_size, first.eos_id, fingerprint
     )
-
-
-def held_out_manifest(source: PreparedSource) -> tuple[int, int, int]:
-    """(documents, tokens, bytes of text) held out."""
-    manifest = read_manifest(source.val)
-    return manifest.num_documents, manifest.num_tokens, manifest.num_bytes

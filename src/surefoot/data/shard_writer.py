@@ -3,7 +3,7 @@
 import hashlib
 import os
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -31,14 +31,12 @@ class SplitWriter:
         self.dropped_duplicates = 0
         self._tokens = _HashedFile(folder / TOKENS)
 
-    def add(self, token_ids: Sequence[int], document_id: int, num_bytes: int, name: str) -> None:
+    def add(self, token_ids: npt.ArrayLike, document_id: int, num_bytes: int, name: str) -> None:
         """Append one document; the end-of-document id is added here.
 
         DataError, naming the document, if it is empty, too long, holds an id beyond the vocabulary or the end itself.
         """
-        ids = np.empty(len(token_ids) + 1, dtype=np.int64)
-        ids[:-1] = token_ids
-        ids[-1] = self._eos_id
+        ids = np.append(np.asarray(token_ids, dtype=np.int64), self._eos_id)
         if len(ids) == 1:
             raise DataError(f"{name}: an empty document; remove it from the source")
         if len(ids) > _MAX_DOCUMENT:

@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
         """Ids of a text without the end of a document; the text of a special token is ordinary text."""
         ...
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         """``encode`` of many texts at once, in parallel where that pays."""
         ...
 
@@ -57,8 +57,8 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in map(int, ids) if i != self.eos_id).decode(errors="replace")
@@ -92,8 +92,9 @@ class SubwordTokenizer:
         ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [e.ids for e in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         kept = [i for i in map(int, ids) if i != self.eos_id]

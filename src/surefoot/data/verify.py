@@ -1,6 +1,7 @@
 """Full verification of a split: every byte hashed, every id inside the vocabulary, every document whole."""
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,10 @@ Stamp = list[int | str]
 
 def verify_split(split: Split, progress: Callable[[float], None] | None = None) -> None:
     """DataError, with file and offset, unless the folder is what its manifest says. Reads it all, in constant memory."""
-    _check_ids(split, progress)
+    actual_of = {TOKENS: _check_ids(split, progress)}
     _check_documents(split)
     for name, expected in split.manifest.sha256.items():
-        actual = sha256_of_file(split.folder / name)
+        actual = actual_of.get(name) or sha256_of_file(split.folder / name)
         if actual != expected:
             raise DataError(
                 f"{split.folder / name}: sha256 is {actual[:16]}…, the manifest says {expected[:16]}…; the file was "
@@ -30,7 +31,7 @@ def verify_split(split: Split, progress: Callable[[float], None] | None = None) 
             )
 
 
-def verify_once(split: Split, cache: Path) -> None:
+def verify_once(split: Split, cache: Path, progress: Callable[[float], None] | None = None) -> None:
     """``verify_split``, unless these very files (path, size, time of change) passed it before, as noted in ``cache``."""
     known: dict[str, Stamp] = {}
     with contextlib.suppress(FileNotFoundError, ValueError):
@@ -38,7 +39,7 @@ def verify_once(split: Split, cache: Path) -> None:
     stamps = _stamps(split)
     if all(known.get(name) == stamp for name, stamp in stamps.items()):
         return
-    verify_split(split)
+    verify_split(split, progress)
     note_verified(split, cache)
 
 
@@ -62,13 +63,15 @@ def _stamps(split: Split) -> dict[str, Stamp]:
     return stamps
 
 
-def _check_ids(split: Split, progress: Callable[[float], None] | None) -> None:
-    """Every id is below the vocabulary's size."""
+def _check_ids(split: Split, progress: Callable[[float], None] | None) -> str:
+    """Every id is below the vocabulary's size. Returns the SHA-256 of what was read."""
+    digest = hashlib.sha256()
     vocab_size, size = split.manifest.vocab_size, split.dtype.itemsize
     buffer = np.empty(min(_CHUNK, split.num_tokens), dtype=split.dtype)
     for start in range(0, split.num_tokens, _CHUNK):
         ids = buffer[: min(_CHUNK, split.num_tokens - start)]
         split.read(start, ids)
+        digest.update(ids.data)
         if int(ids.max()) >= vocab_size or int(ids.min()) < 0:
             at = int(np.flatnonzero((ids >= vocab_size) | (ids < 0))[0])
             raise DataError(
@@ -77,6 +80,7 @@ def _check_ids(split: Split, progress: Callable[[float], None] | None) -> None:
             )
         if progress:
             progress(min(1.0, (start + _CHUNK) / split.num_tokens))
+    return digest.hexdigest()
 
 
 def _check_documents(split: Split) -> None:

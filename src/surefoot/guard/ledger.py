@@ -222,6 +222,12 @@ class Ledger:
         return self._last_since_attempt("stop")
 
     @property
+    def halt(self) -> Row | None:
+        """The verdict by which the guard gave up in the last attempt; None otherwise."""
+        row = self._last_since_attempt("verdict")
+        return row if row and row.get("action") == "halt" else None
+
+    @property
     def lineage(self) -> Row | None:
         """For a fork: the row with parent, step and config diff."""
         rows = self.of_kind("lineage")

@@ -10,7 +10,7 @@ from surefoot.monitor.run import Columns, Run, columns
 from surefoot.monitor.summary import Domain, column, domain_names
 from surefoot.monitor.wording import short
 
-Look = Literal["raw", "main", "second", "third", "fourth", "fifth", "sixth", "abandoned", "level"]
+Look = Literal["raw", "main", "second", "third", "fourth", "fifth", "sixth", "abandoned"]
 
 DOMAIN_LOOKS: tuple[Look, ...] = ("main", "second", "third", "fourth", "fifth", "sixth")
 
@@ -27,6 +27,7 @@ class Line:
     legend: bool = True
     dots: bool = False
     """Mark each point: where they are few."""
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,12 +116,12 @@ def _validation(history: Columns, domains: tuple[Domain, ...]) -> Chart:
         if stick and np.isfinite(stick.xz_bits_per_byte):
             ends = [int(history["batch_index"][0]), int(history["batch_index"][-1])]
             best = min(stick.xz_bits_per_byte, stick.zlib_bits_per_byte)
-            lines.append(Line(f"{name}, best compressor", "level", ends, [best, best]))
+            lines.append(Line(f"{name}, best compressor", look, ends, [best, best], dashed=True))
     text = (
         "Text the model has never trained on, in bits per byte of text, per domain; lower is better. "
         "If this rises while the training loss falls, the model is memorising."
     )
-    if any(line.look == "level" for line in lines):
+    if any(line.dashed for line in lines):
         text += " Dashed: what the better of zlib -9 and xz needs for the same text."
     return Chart("Held-out text", text, "bits per byte", lines)
 

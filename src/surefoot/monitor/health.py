@@ -1,6 +1,6 @@
 """Whether a run is well, in one headline and a few sentences. Describes, decides nothing."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from surefoot.monitor.envelope import missing
@@ -20,9 +20,10 @@ class Health:
 
 def health(run: Run, summary: Summary, status: Status) -> Health:
     """Read off the ledger and the rows of a run."""
-    halted = bool(status.state == "stopped" and run.ledger.of_kind("verdict") and "skipped steps" in status.reason)
     faults = summary.skipped + summary.rollbacks
-    sentences = [f"The run {status.sentence()}."]
+    sentences = [f"The run {replace(status, step=summary.step).sentence()}."]
+    if status.state == "empty":
+        return Health("warning", "Not started.", tuple(sentences))
     if not faults:
         sentences.append("Every update was applied and nothing had to be undone.")
     if summary.skipped:
@@ -40,10 +41,11 @@ def health(run: Run, summary: Summary, status: Status) -> Health:
         first = ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in gaps[:3])
         more = f" and {len(gaps) - 3} more stretches" if len(gaps) > 3 else ""
         sentences.append(f"Rows are missing for batches {first}{more}: the curves have gaps there.")
-    if halted:
-        return Health("bad", "Halted: it could not cure itself.", tuple(sentences))
+    if run.ledger.halt:
+        return Health("bad", "Halted: the guard gave up.", tuple(sentences))
     if status.state == "crashed":
-        return Health("warning", "Interrupted: nothing is lost up to the last checkpoint.", tuple(sentences))
+        kept = f"nothing is lost up to {summary.checkpoint}" if summary.checkpoint else "before its first checkpoint"
+        return Health("warning", f"Interrupted: {kept}.", tuple(sentences))
     if not faults:
         return Health("good", "Healthy.", tuple(sentences))
     return Health(

@@ -7,8 +7,8 @@
 
   function lineTrace(line) {
     const look = line.look;
-    const style = { color: colour(look === "level" ? "soft" : look), width: look === "raw" || look === "abandoned" ? 1 : 2 };
-    if (look === "level") { style.dash = "dash"; style.width = 1; }
+    const style = { color: colour(look), width: look === "raw" ? 1 : 2 };
+    if (line.dashed) { style.dash = "dash"; style.width = 1; }
     if (look === "abandoned") { style.dash = "dot"; style.width = 1.5; }
     return {
       x: line.x, y: line.y, name: line.name, mode: line.dots ? "lines+markers" : "lines", line: style,
@@ -37,16 +37,28 @@
     }));
   }
 
+  // 1, 2 and 5 of every decade the values span, or only the decades where those are many.
+  function logarithmicTicks(chart) {
+    const values = chart.lines.flatMap((line) => line.y).filter((y) => y > 0);
+    if (!values.length) return {};
+    const low = Math.floor(Math.log10(values.reduce((a, b) => Math.min(a, b))));
+    const high = Math.ceil(Math.log10(values.reduce((a, b) => Math.max(a, b))));
+    const steps = high - low > 3 ? [1] : [1, 2, 5];
+    const ticks = [];
+    for (let k = low; k <= high; k++) steps.forEach((s) => ticks.push(Number((s * Math.pow(10, k)).toPrecision(1))));
+    return { tickmode: "array", tickvals: ticks, ticktext: ticks.map((t) => (t >= 1e4 || t < 1e-3 ? t.toExponential(0) : String(t))) };
+  }
+
   function draw(chart, place) {
     const grid = { gridcolor: colour("line"), zerolinecolor: colour("line"), linecolor: colour("line"), fixedrange: touch };
     const layout = {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: colour("text"), size: 13 },
       margin: { l: 52, r: 8, t: 30, b: 40 }, hovermode: "closest", dragmode: touch ? false : "zoom",
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 12 }, itemclick: touch ? false : "toggle" },
-      xaxis: Object.assign({ title: { text: "batch", standoff: 6 }, anchor: "y2", range: data.range }, grid),
-      yaxis: Object.assign({ title: { text: chart.unit, standoff: 6 }, domain: [0.09, 1], automargin: true,
+      xaxis: Object.assign({ title: { text: "batch", standoff: 6, font: { size: 12 } }, anchor: "y2", range: data.range }, grid),
+      yaxis: Object.assign({ title: { text: chart.unit, standoff: 6, font: { size: 12 } }, domain: [0.09, 1], automargin: true,
         type: chart.logarithmic ? "log" : "linear", rangemode: chart.from_zero ? "tozero" : "normal" }, grid,
-        chart.logarithmic ? { dtick: "D2" } : {}),
+        chart.logarithmic ? logarithmicTicks(chart) : {}),
       yaxis2: { domain: [0, 0.06], range: [0, 1], visible: false, fixedrange: true },
       shapes: courseLines(data.moments), hoverlabel: { align: "left", namelength: -1 },
     };

@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 from surefoot.monitor.charts import Chart
 from surefoot.monitor.compare import flat
 from surefoot.monitor.health import Health
-from surefoot.monitor.sentences import Moment
+from surefoot.monitor.sentences import Moment, told_briefly
 from surefoot.monitor.summary import Domain, Summary
 from surefoot.monitor.wording import duration, percent, several, short
 
@@ -67,20 +67,39 @@ def _padded(x: tuple[int, int]) -> list[float]:
 
 
 def _marks(moments: list[Moment]) -> list[dict[str, Any]]:
-    turns = [m for m in moments if m.kind == "attempt" and m.batch_index > 0]
-    skips = [m for m in moments if m.kind in ("skip", "verdict") and m.survives]
-    lines = {id(m) for m in (turns + skips)[:_LINES]}
+    """One mark per batch: the gravest thing that happened there, with all of it in words."""
+    by_batch: dict[int, list[Moment]] = {}
+    for moment in moments:
+        by_batch.setdefault(moment.batch_index, []).append(moment)
+    grave = {batch: min(found, key=_gravity) for batch, found in by_batch.items()}
+    turns = [m for m in told_briefly(list(grave.values())) if _gravity(m) < _PLAIN and m.batch_index > 0]
+    crossing = sorted(turns, key=_gravity)[:_LINES]
+    lines = {m.batch_index for m in crossing}
     return [
         {
-            "batch": m.batch_index,
-            "kind": m.kind,
-            "tone": m.tone,
-            "survives": m.survives,
-            "line": id(m) in lines,
-            "hover": "<br>".join(_wrapped(f"Step {m.step:,}: {escape(m.text)}")),
+            "batch": batch,
+            "kind": mark.kind,
+            "tone": mark.tone,
+            "survives": mark.survives,
+            "line": batch in lines,
+            "hover": "<br>".join(
+                line for m in by_batch[batch] for line in _wrapped(f"Step {m.step:,}: {escape(m.text)}")
+            ),
         }
-        for m in moments
+        for batch, mark in grave.items()
     ]
+
+
+_PLAIN = 5
+
+
+def _gravity(moment: Moment) -> int:
+    """Smaller is graver; from _PLAIN on it did not change the course of the run."""
+    if moment.kind == "attempt" and moment.tone == "warning":
+        return 0
+    return {"verdict": 1, "skip": 2, "attempt": 3, "finish": _PLAIN, "stop": _PLAIN, "certified": _PLAIN + 1}.get(
+        moment.kind, _PLAIN + 2
+    )
 
 
 def _wrapped(text: str, width: int = 44) -> Iterable[str]:
@@ -103,6 +122,8 @@ def _head(summary: Summary, health: Health) -> str:
         if facts
         else "A pretraining run."
     )
+    if summary.parent:
+        what += f" Forked from <b>{escape(summary.parent)}</b>, whose curves come first."
     sentences = "".join(f"<p>{escape(text)}</p>" for text in health.sentences)
     return (
         f"<h1>{escape(summary.name)}</h1><p>{what}</p>"
@@ -111,7 +132,7 @@ def _head(summary: Summary, health: Health) -> str:
 
 
 def _figures(summary: Summary) -> str:
-    goal = f" of {summary.steps:,}" if summary.steps else ""
+    goal = f" of {summary.steps:,}" if summary.steps > summary.step else ""
     shown = [
         (f"{summary.step:,}{goal}", "steps (updates of the weights)"),
         (short(summary.tokens), "tokens read"),
@@ -146,7 +167,7 @@ def _domains(domains: tuple[Domain, ...]) -> str:
             ("xz", domain.xz_bits_per_byte),
         ]
         known = [(name, value) for name, value in bars if math.isfinite(value)]
-        most = max(value for _, value in known)
+        most = max(domain.first_bits_per_byte, *(value for _, value in known))
         rows = "".join(_bar(name, value, most) for name, value in known)
         first = (
             f" It began at {domain.first_bits_per_byte:.2f}."
@@ -175,7 +196,7 @@ def _chart(place: int, chart: Chart) -> str:
 
 def _events(moments: list[Moment]) -> str:
     rows = []
-    for m in moments:
+    for m in told_briefly(moments):
         css = {"warning": "warning-text", "good": "good-text", "plain": ""}[m.tone]
         undone = "" if m.survives else ' <span class="soft small">(taken back since)</span>'
         faded = "" if m.survives else ' class="undone"'
@@ -183,7 +204,7 @@ def _events(moments: list[Moment]) -> str:
         rows.append(
             f'<li{faded}><span class="where">{where}</span><span class="{css}">{escape(m.text)}{undone}</span></li>'
         )
-    legend = "The marks under each chart, in order of time: ◀ start, resume or rollback, ✕ skipped step, ● checkpoint, ◆ certified, ★ end."
+    legend = "The marks under each chart, the gravest where several meet: ◀ start, resume or rollback, ✕ skipped step, ● checkpoint, ◆ certified, ★ end. Yellow is a fault, pale was taken back."
     return f'<h2>What happened</h2><p class="soft small">{legend}</p><ol class="events">{"".join(rows)}</ol>'
 
 

@@ -189,7 +189,8 @@ class Run:
             state = "empty"
         else:
             state = "finished" if finish else "stopped" if stop else "crashed"
-        step, batch = beat.get("step", 0), beat.get("batch_index", 0)
+        last = beat or (self.rows[-1] if self.rows else {})
+        step, batch = last.get("step", 0), last.get("batch_index", 0)
         if finish:
             step, batch = finish["step"], finish["batch_index"]
         reason = str(stop["reason"]) if stop else ""

@@ -1,7 +1,7 @@
 """What happened in a run, as sentences for a tired person: rows of the ledger and events in, words out."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from surefoot.monitor.run import Run
@@ -91,6 +91,11 @@ def _rest(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in row.items() if key not in hidden)
 
 
+def _start(run: Run) -> tuple[int, int]:
+    """Batch and step the run began at: not 0 in a fork."""
+    return (run.attempts[0].from_batch, run.attempts[0].from_step) if run.attempts else (0, 0)
+
+
 def story(run: Run) -> list[Moment]:
     """Everything that happened, in order of time: the ledger's rows and the events it does not hold."""
     moments, attempt, batch, step = [], 0, 0, 0
@@ -102,6 +107,8 @@ def story(run: Run) -> list[Moment]:
         elif kind == "certified" and row["name"] in saved:
             # A certificate belongs to where its checkpoint is, not to when it was given.
             batch, step = saved[row["name"]].batch_index, saved[row["name"]].step
+        elif kind == "lineage":
+            batch, step = _start(run)
         else:
             batch, step = row.get("batch_index", batch), row.get("step", step)
         survives = not attempt or run.ledger.row_survives(attempt, batch - (kind in ("attempt", "checkpoint")))
@@ -114,3 +121,21 @@ def story(run: Run) -> list[Moment]:
             place = (event["time"], event["attempt"], event["batch_index"], event["step"])
             moments.append(Moment(*place, kind, text, feeling, event["survives"]))
     return sorted(moments, key=lambda moment: moment.time)
+
+
+def told_briefly(moments: list[Moment]) -> list[Moment]:
+    """The same with skipped steps of consecutive batches, one after the other, told in one sentence."""
+    told: list[Moment] = []
+    first: Moment | None = None
+    count = 0
+    for moment in moments:
+        follows = first and moment.kind == "skip" == told[-1].kind and moment.batch_index == first.batch_index + count
+        if not first or not follows or moment.attempt != first.attempt:
+            first, count = moment, 1
+            told.append(moment)
+            continue
+        count += 1
+        cause = first.text.split(": ", 1)[1]
+        batches = f"batches {first.batch_index} to {moment.batch_index}"
+        told[-1] = replace(first, text=f"Skipped {count} updates in a row, {batches}. The first: {cause}")
+    return told

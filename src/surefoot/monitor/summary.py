@@ -47,6 +47,8 @@ class Summary:
 
     name: str
     folder: str
+    parent: str
+    """Folder of the run this was forked from; empty for a run of its own."""
     state: str
     reason: str
     steps: int
@@ -102,6 +104,7 @@ def summarise(run: Run) -> Summary:
     return Summary(
         name=run.name,
         folder=str(run.folder),
+        parent=str(run.ledger.lineage["parent"]) if run.ledger.lineage else "",
         state=status.state,
         reason=status.reason,
         steps=steps,

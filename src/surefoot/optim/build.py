@@ -9,19 +9,18 @@ from surefoot.config.optim import OptimConfig
 from surefoot.model.parametrization import ROLES, Role
 
 
-def build_optimizer(model: nn.Module, roles: Mapping[str, Role], config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW over the model's parameters, one group that decays and one that does not, by the table of roles.
+def build_optimizer(parameters: Mapping[str, nn.Parameter], roles: Mapping[str, Role], config: OptimConfig) -> torch.optim.AdamW:
+    """Fused AdamW over parameters by name, one group that decays and one that does not, by the table of roles.
 
     Moments are created at once, in the dtype of the parameters, so that they exist (as zeros) before the first step and after a skipped one.
     Raises ValueError when a parameter has no role.
     """
     settings = config.optimizer
-    named = dict(model.named_parameters())
-    missing = sorted(set(named) - set(roles))
+    missing = sorted(set(parameters) - set(roles))
     if missing:
         raise ValueError(f"no role for parameter {missing[0]!r}: declare it in the part's roles(), or it would not train as it should")
-    decayed = [p for name, p in named.items() if ROLES[roles[name]].decays]
-    kept = [p for name, p in named.items() if not ROLES[roles[name]].decays]
+    decayed = [p for name, p in parameters.items() if ROLES[roles[name]].decays]
+    kept = [p for name, p in parameters.items() if not ROLES[roles[name]].decays]
     groups = [
         {"params": decayed, "weight_decay": settings.weight_decay},
         {"params": kept, "weight_decay": 0.0},
@@ -33,7 +32,7 @@ def build_optimizer(model: nn.Module, roles: Mapping[str, Role], config: OptimCo
         eps=settings.eps,
         fused=True,
     )
-    for parameter in named.values():
+    for parameter in parameters.values():
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
@@ -42,10 +41,10 @@ def build_optimizer(model: nn.Module, roles: Mapping[str, Role], config: OptimCo
     return optimizer
 
 
-def moments_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def moments_by_name(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """``exp_avg/<name>`` and ``exp_avg_sq/<name>`` of every parameter: the live tensors, not copies."""
     moments: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         for key in ("exp_avg", "exp_avg_sq"):
             moments[f"{key}/{name}"] = optimizer.state[parameter][key]
     return moments

@@ -34,7 +34,7 @@ def apply_layout(
         reduce = torch.float64 if compute == torch.float64 else torch.float32
         shard_parameters(model, blocks, world, compute, reduce)
     model.to_empty(device=world.device)
-    fill_parameters(model, draw)
+    fill_parameters(dict(model.named_parameters()), draw)
     if world.size > 1 and config.data_parallel == "ddp":
         wrapped = DistributedDataParallel(
             model,

@@ -1,6 +1,6 @@
 """Weights over ranks: FSDP2 sharding, and the same initial values whatever the sharding."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,13 @@ def shard_parameters(model: nn.Module, blocks: nn.ModuleList, world: World, comp
             module.set_force_sum_reduction_for_comms(True)
 
 
-def fill_parameters(model: nn.Module, draw: Callable[[str, torch.Size, torch.dtype], Tensor]) -> None:
+def fill_parameters(parameters: Mapping[str, nn.Parameter], draw: Callable[[str, torch.Size, torch.dtype], Tensor]) -> None:
     """Give every parameter its initial values: ``draw(name, shape, dtype)`` makes the full tensor, a shard keeps its slice.
 
     The draw depends on the name alone, so no layout changes it, and no collective is needed.
     """
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in parameters.items():
             full = draw(name, parameter.shape, parameter.dtype)
             if isinstance(parameter, DTensor):
                 shape, offset = compute_local_shape_and_global_offset(

@@ -1,7 +1,16 @@
 """A run of seconds that does everything a run can do: skips, rolls back, excludes, checkpoints. For proofs and tests."""
 
 import random
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.tensor import DTensor
 
 from surefoot.config.data import BytesTokenizer, DataConfig, SourceConfig, TextFiles
 from surefoot.config.guard import GuardConfig
@@ -9,11 +18,18 @@ from surefoot.config.model import GroupedQueryAttention, ModelConfig, SwiGLU
 from surefoot.config.optim import Cosine, OptimConfig
 from surefoot.config.parallel import ParallelConfig
 from surefoot.config.run import CheckpointConfig, EvalConfig, LogConfig, RunConfig
-from surefoot.data.loader import Loader
 from surefoot.guard.actions import Rollback
 from surefoot.guard.guard import GuardState, Judge, Verdict, judge
 from surefoot.guard.signals import StepSignals
+from surefoot.monitor.step_report import StepReport
+from surefoot.parallel.digest import digest_tensors
+from surefoot.parallel.mesh import join_world
+from surefoot.proof.faults import with_nan_activations, with_nan_gradients
+from surefoot.train.finishing import finish
+from surefoot.train.interrupt import StopRequest
 from surefoot.train.keeping import Keeping
+from surefoot.train.loop import train
+from surefoot.train.run import open_run
 
 WORDS = (
     "the step holds when the ground moves and what was lost is counted before it is mended so that a run which fell "
@@ -64,18 +80,118 @@ def rehearsal(corpus: Path, cache: Path, *, steps: int = 24, precision: str = "f
     )
 
 
-def scripted_judge(keeping: Keeping, loader: Loader, *, at_batch: int, to_batch: int) -> Judge:
-    """The guard's own judge, and once a rollback: after batch ``at_batch``, to ``to_batch``, without the documents of that batch's first row."""
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What is done to a rehearsed run on purpose."""
+
+    nan_batches: tuple[int, ...] = ()
+    """Batches whose gradient gets a NaN."""
+    nan_activation_batches: tuple[int, ...] = ()
+    """Batches in which a rank's embeddings come out as NaN."""
+    nan_ranks: tuple[int, ...] = (0,)
+    """Ranks on which it does."""
+    poison_token: int = -1
+    """Token whose input embedding is NaN from the start; needs untied embeddings. -1 is none."""
+    rollback_after: int = -1
+    """Batch after which the run rolls back, once; -1 is never."""
+    rollback_to: int = 0
+    """Batch that the rollback goes to or before."""
+    exclude: tuple[str, ...] = ()
+    """Documents that the rollback excludes."""
+    stop_after: int = -1
+    """Batch after which the run is asked to stop, as by SIGTERM; -1 is never."""
+    die_after: int = -1
+    """Batch after which the process raises, as a crash would; -1 is never."""
+
+
+class Crashed(Exception):
+    """The script said so."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What is left of a rehearsed run, in plain values that cross processes."""
+
+    reason: str
+    opening: str
+    step: int
+    batch_index: int
+    digests: dict[str, int]
+    """Of every weight and moment, by name."""
+    tensors: dict[str, npt.NDArray[np.float64]]
+    """The same, whole, as fp64."""
+    warnings: tuple[str, ...]
+
+
+def rehearse(config: RunConfig, folder: Path, script: Script = Script()) -> Rehearsed:
+    """Run a config in ``folder`` to its end, or continue it, under a script; on the ranks that there are."""
+    world = join_world(config.parallel)
+    told: list[str] = []
+
+    def notify(kind: str, row: Mapping[str, Any]) -> None:
+        if kind == "warning":
+            told.append(str(row["text"]))
+
+    stop = StopRequest()
+    with open_run(config, folder, world, notify=notify, peak=0.0) as run:
+        if script.poison_token >= 0 and run.state.batch_index == 0:
+            with torch.no_grad():
+                run.state.parameters["embedding.weight"][script.poison_token] = float("nan")
+        setup = with_nan_gradients(run.setup, run.state, script.nan_batches, script.nan_ranks)
+        with_nan_activations(run.setup, run.state, script.nan_activation_batches, script.nan_ranks)
+        watcher = _ScriptedWatcher(script, stop)
+        judge = scripted_judge(run.keeping, script)
+        ending = train(run.state, setup, run.data, run.keeping, stop=stop, watchers=(watcher,), judge=judge)
+        if ending.reason == "done":
+            finish(run)
+        live = run.state.tensors()
+        return Rehearsed(
+            reason=ending.reason,
+            opening=run.opening,
+            step=run.state.step,
+            batch_index=run.state.batch_index,
+            digests=digest_tensors(live),
+            tensors={name: _whole(tensor) for name, tensor in live.items()},
+            warnings=tuple(told),
+        )
+
+
+def rehearse_on_rank(rank: int, world: int, config: RunConfig, folder: Path, script: Script = Script()) -> Rehearsed:
+    """``rehearse`` in the form that the fork launcher calls."""
+    return rehearse(config, folder, script)
+
+
+def scripted_judge(keeping: Keeping, script: Script) -> Judge:
+    """The guard's own judge, and the script's one rollback."""
 
     def decide(state: GuardState, signals: StepSignals, config: GuardConfig) -> Verdict:
         verdict = judge(state, signals, config)
         rolled_back = any(a.reason == "rollback" for a in keeping.ledger.attempts)
-        if signals.batch_index != at_batch or rolled_back:
+        if signals.batch_index != script.rollback_after or rolled_back:
             return verdict
-        source, _, row = loader.sample_ids(at_batch)[0].tolist()
-        documents = tuple(sorted({span.document for span in loader.row_documents(source, row)}))
-        action = Rollback(to_batch=to_batch, exclude=documents, cause="rehearsed: the first row of this batch is declared bad")
+        cause = f"rehearsed: what batch {signals.batch_index} holds is declared bad"
+        action = Rollback(to_batch=script.rollback_to, exclude=script.exclude, cause=cause)
         return Verdict(state=verdict.state, findings=("rehearsed rollback",), action=action)
 
     return decide
 
+
+class _ScriptedWatcher:
+    """Carries out what the script says should come from outside: a signal, a crash."""
+
+    def __init__(self, script: Script, stop: StopRequest) -> None:
+        self.script, self.stop = script, stop
+
+    def step(self, report: StepReport) -> None:
+        """After each batch."""
+        # The stop rides in the reduction of the next step, so it is asked for one batch early.
+        if report.batch_index == self.script.stop_after - 1:
+            self.stop.signal = signal.SIGTERM
+        if report.batch_index == self.script.die_after:
+            raise Crashed(f"after batch {report.batch_index}")
+
+
+def _whole(tensor: torch.Tensor) -> npt.NDArray[np.float64]:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    whole: npt.NDArray[np.float64] = full.detach().double().cpu().numpy().copy()
+    return whole

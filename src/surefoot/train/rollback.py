@@ -1,8 +1,12 @@
 """Back to an earlier state, in memory or from disk, without some documents."""
 
+from dataclasses import replace
+from typing import Any
+
 from surefoot.config.data import Exclusion
 from surefoot.data.loader import Loader
 from surefoot.guard.actions import Rollback
+from surefoot.guard.guard import GuardState
 from surefoot.parallel.shard import fill_parameters
 from surefoot.train.keeping import Keeping
 from surefoot.train.setup import Setup
@@ -56,10 +60,13 @@ def roll_back(
         snapshots.forget_after(0)
 
 
+FIRST: dict[str, Any] = {"step": 0, "batch_index": 0, "smoothed_loss": 0.0, "guard": GuardState()}
+
+
 def restore_initial(state: TrainState, setup: Setup) -> None:
     """The state before the first batch: initial weights drawn again from (seed, name), zero moments and counters."""
-    fill_parameters(state.model, setup.draw)
+    fill_parameters(state.parameters, setup.draw)
     for name, tensor in state.tensors().items():
         if not name.startswith("weights/"):
             tensor.zero_()
-    state.restore_counters(TrainState(model=state.model, optimizer=state.optimizer).counters())
+    state.restore_counters(replace(state, **FIRST).counters())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,8 +100,12 @@ def open_run(
             opening = begin_fork(state, keeping, source, fork.checkpoint, fork.parent, fork.changes)
         else:
             opening = begin_or_resume(state, keeping, changed=changed)
-        yield OpenRun(config, asked, setup, state, data, keeping, opening, snapshot_gib)
-        keeping.wait()
+        try:
+            yield OpenRun(config, asked, setup, state, data, keeping, opening, snapshot_gib)
+        finally:
+            # With peers that may be gone, the save in flight is left to its thread; one rank alone can always end it.
+            if world.size == 1 or sys.exc_info()[0] is None:
+                keeping.wait()
     finally:
         if store:
             store.close()

@@ -66,7 +66,9 @@ def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple
         draw=draw,
         fixed_order=config.determinism == "strict",
     )
-    state = TrainState(model=model, optimizer=build_optimizer(model, by_name, config.optim))
+    parameters = dict(model.named_parameters())
+    optimizer = build_optimizer(parameters, by_name, config.optim)
+    state = TrainState(model=model, parameters=parameters, optimizer=optimizer)
     setup = Setup(
         config=config,
         world=world,

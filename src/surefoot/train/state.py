@@ -15,6 +15,8 @@ class TrainState:
     """One run's state between two batches. Nothing else about a run changes and is needed to go on."""
 
     model: nn.Module
+    parameters: dict[str, nn.Parameter]
+    """By name, as the optimiser knows them: under FSDP2 the shards, also while the model holds them gathered."""
     optimizer: torch.optim.Optimizer
     step: int = 0
     """Applied updates."""
@@ -26,8 +28,8 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and moments by name (``weights/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>``): the live tensors, plain or DTensor."""
-        weights = {f"weights/{name}": p.detach() for name, p in self.model.named_parameters()}
-        return weights | moments_by_name(self.model, self.optimizer)
+        weights = {f"weights/{name}": p.detach() for name, p in self.parameters.items()}
+        return weights | moments_by_name(self.parameters, self.optimizer)
 
     def counters(self) -> dict[str, Any]:
         """Everything but the tensors, as plain JSON values."""

@@ -57,19 +57,19 @@ def train_step(state: TrainState, batch: Batch, setup: Setup, *, stop_asked: boo
         return _nothing_to_learn(state, batch, counts)
     state.optimizer.zero_grad(set_to_none=True)
     sums = setup.forward_backward(split(batch, setup), num_targets)
-    share = squared_norm_share(state.model.parameters(), first_replica=setup.first_replica)
+    share, broken = squared_norm_share(state.parameters.values(), first_replica=setup.first_replica)
     parts = [torch.stack([s.ce_sum, s.z_sum, s.lse_sum]).double() for s in sums]
     ce, z, lse = torch.stack(parts).sum(0)
-    total = sum_over_ranks([share, ce, z, lse], setup.world)
+    total = sum_over_ranks([share, ce, z, lse, broken], setup.world)
     lse_max = max_over_ranks([torch.stack([s.lse_max for s in sums]).max()], setup.world)
 
-    norm = total[0].sqrt()
+    norm = torch.where(total[4] > 0, math.nan, total[0].sqrt())
     skip = ~(torch.isfinite(norm) & torch.isfinite(total[1]))
     apply_update(
         state.optimizer, lr=lr, scale=clip_scale(norm, config.optim.clip_norm), skip=skip, gated=config.optim.gated
     )
 
-    gradient_norm, ce_sum, z_sum, lse_sum, lse_top, skipped = torch.stack([norm, *total[1:], lse_max[0], skip.double()]).tolist()
+    gradient_norm, ce_sum, z_sum, lse_sum, lse_top, skipped = torch.stack([norm, *total[1:4], lse_max[0], skip.double()]).tolist()
     loss = ce_sum / num_targets
     if not skipped:
         state.step += 1

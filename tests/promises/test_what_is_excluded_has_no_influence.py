@@ -1,0 +1,137 @@
+"""Promise 4: a rollback to batch c that excludes documents X is the run that never had them."""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from surefoot.config.data import DataConfig, Exclusion, Shards
+from surefoot.config.run import RunConfig
+from surefoot.data.build import prepare
+from surefoot.data.loader import Loader
+from surefoot.data.prepared import PreparedData
+from surefoot.monitor.compare import compare
+from surefoot.monitor.run import Run
+from surefoot.parallel.fork_launch import run_ranks
+from surefoot.proof.rehearsal import Rehearsed, Script, rehearse, rehearse_on_rank
+
+NAN_MAKER = 1
+"""A byte that no text of ours holds; the tests make its input embedding NaN."""
+
+
+@pytest.fixture(params=[True, False], ids=["document_mask", "whole_rows"])
+def untied(config: RunConfig, vary: Callable[..., RunConfig], request: pytest.FixtureRequest) -> RunConfig:
+    """Input and output embeddings apart, so that a NaN input embedding harms only what reads it."""
+    return vary(config, **{"model.tie_embeddings": False, "data.document_mask": request.param})
+
+
+@pytest.fixture
+def script(late_document: str) -> Script:
+    """Goes back to the snapshot before batch 12 once batch 17 is through, without one of the documents that 17 was first to read."""
+    return Script(rollback_after=17, rollback_to=14, exclude=(late_document,), poison_token=NAN_MAKER)
+
+
+def assert_same_run(one: Rehearsed, other: Rehearsed, folder_one: Path, folder_other: Path) -> None:
+    """Weights, moments, counters and every surviving row: losses, norms, evaluations, sample digests."""
+    assert one.digests == other.digests
+    assert (one.step, one.batch_index) == (other.step, other.batch_index)
+    found = compare(Run(folder_one), Run(folder_other))
+    assert found.same, found.first_difference
+
+
+def test_a_rollback_equals_a_fresh_process_that_never_ran_the_bad_path(
+    untied: RunConfig, script: Script, tmp_path: Path
+) -> None:
+    rolled = rehearse(untied, tmp_path / "rolled", script)
+    rollback = Run(tmp_path / "rolled").attempts[-1]
+    assert (rollback.reason, rollback.checkpoint, rollback.from_batch) == ("rollback", "snapshot", 12)
+    excluded = (Exclusion(document=script.exclude[0], from_batch=rollback.from_batch),)
+    clean = dataclasses.replace(untied, data=dataclasses.replace(untied.data, exclude=excluded))
+    poison = Script(poison_token=NAN_MAKER)
+    rehearse(clean, tmp_path / "clean", dataclasses.replace(poison, stop_after=rollback.from_batch - 1))
+    assert Run(tmp_path / "clean").ledger.surviving_checkpoints()[-1].batch_index == rollback.from_batch
+    fresh = run_ranks(1, rehearse_on_rank, clean, tmp_path / "clean", poison)[0]
+    assert_same_run(rolled, fresh, tmp_path / "rolled", tmp_path / "clean")
+    assert any(row.get("excluded") for row in Run(tmp_path / "rolled").rows)
+
+
+@pytest.mark.parametrize("replacement", ["other text", "NaN makers"])
+def test_what_the_excluded_documents_hold_makes_no_difference(
+    untied: RunConfig, script: Script, tmp_path: Path, replacement: str
+) -> None:
+    data = prepare(untied.data)
+    original = with_shards(untied, data, tmp_path / "original")
+    changed = with_shards(untied, data, tmp_path / "changed")
+    for source in changed.data.sources:
+        assert isinstance(source.documents, Shards)
+        overwrite(Path(source.documents.path), script.exclude[0], NAN_MAKER if replacement == "NaN makers" else ord("z"))
+    one = rehearse(original, tmp_path / "one", script)
+    other = rehearse(changed, tmp_path / "other", script)
+    assert (tmp_path / "one" / "attempts" / "0001" / "metrics.jsonl").read_bytes() != (
+        tmp_path / "other" / "attempts" / "0001" / "metrics.jsonl"
+    ).read_bytes()
+    bad = [row for row in Run(tmp_path / "other").abandoned_rows if row.get("skipped")]
+    assert bool(bad) == (replacement == "NaN makers"), "the NaN makers must do harm before they are excluded"
+    assert_same_run(one, other, tmp_path / "one", tmp_path / "other")
+
+
+def test_a_rollback_equals_a_run_from_step_0_without_the_documents(
+    untied: RunConfig, script: Script, tmp_path: Path
+) -> None:
+    rolled = rehearse(untied, tmp_path / "rolled", script)
+    without = (Exclusion(document=script.exclude[0], from_batch=0),)
+    clean = dataclasses.replace(untied, data=dataclasses.replace(untied.data, exclude=without))
+    never = rehearse(clean, tmp_path / "clean", Script(poison_token=NAN_MAKER))
+    assert_same_run(rolled, never, tmp_path / "rolled", tmp_path / "clean")
+
+
+def test_the_ledger_says_how_many_spans_were_read_before_the_rollbacks_target(
+    config: RunConfig, script: Script, loader: Loader, tmp_path: Path
+) -> None:
+    early = next(
+        span.document for source, _, row in loader.sample_ids(2).tolist() for span in loader.row_documents(source, row)
+    )
+    exclude = (script.exclude[0], early)
+    rehearse(config, tmp_path / "run", Script(rollback_after=17, rollback_to=14, exclude=exclude))
+    verdict = Run(tmp_path / "run").ledger.of_kind("verdict")[0]
+    assert verdict["spans_read_before"] == {
+        script.exclude[0]: 0,
+        early: loader.spans_read_before(early, verdict["from_batch"]),
+    }
+    assert verdict["spans_read_before"][early] > 0
+
+
+def with_shards(config: RunConfig, data: PreparedData, folder: Path) -> RunConfig:
+    """The config reading its own copy of the shards."""
+    sources = []
+    for source, prepared in zip(config.data.sources, data.sources, strict=True):
+        copy = folder / source.name
+        shutil.copytree(prepared.train.parent, copy)
+        sources.append(dataclasses.replace(source, documents=Shards(path=str(copy))))
+    new: DataConfig = dataclasses.replace(config.data, sources=tuple(sources))
+    return dataclasses.replace(config, data=new)
+
+
+def overwrite(source: Path, document: str, token: int) -> None:
+    """Replace a document's tokens in place, its end excepted, and make the manifests agree; its id for life stays."""
+    split = source / "train"
+    manifest = json.loads((split / "manifest.json").read_text())
+    hashes = np.fromfile(split / "documents.ids", dtype="<u8").tolist()
+    if int(document, 16) not in hashes:
+        return
+    number = hashes.index(int(document, 16))
+    lengths = np.fromfile(split / "tokens.idx", "<i4", len(hashes), offset=34)
+    start = int(lengths[:number].sum())
+    tokens = np.fromfile(split / "tokens.bin", dtype=manifest["dtype"])
+    tokens[start : start + int(lengths[number]) - 1] = token
+    tokens.tofile(split / "tokens.bin")
+    manifest["sha256"]["tokens.bin"] = hashlib.sha256((split / "tokens.bin").read_bytes()).hexdigest()
+    (split / "manifest.json").write_text(json.dumps(manifest))
+    sealed = json.loads((source / "manifest.json").read_text())
+    sealed["splits"]["train"] = hashlib.sha256((split / "manifest.json").read_bytes()).hexdigest()
+    (source / "manifest.json").write_text(json.dumps(sealed))
