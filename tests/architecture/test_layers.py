@@ -22,7 +22,7 @@ NO_TORCH_FILES = {
 }  # fmt: skip
 TORCH_EXTRAS = {"monitor/trackers.py"}
 """Files that may import a torch module inside a function, for an optional third-party package."""
-DISTRIBUTED_FILES = {"train/setup.py", "train/snapshot.py", "proof/rehearsal.py"}
+DISTRIBUTED_FILES = {"train/setup.py", "train/snapshot.py", "train/staging.py", "train/unpickle.py", "proof/rehearsal.py"}
 """Beside parallel/ and train/checkpoint*.py, the files that may name torch.distributed."""
 MODULES = sorted(SOURCE.rglob("*.py"))
 

@@ -10,7 +10,8 @@ import pytest
 
 import surefoot
 from surefoot.cli import exit_codes, main
-from surefoot.config.errors import ConfigError, MachineError
+from surefoot.config.errors import ConfigError
+from surefoot.parallel.mesh import EnvironmentFault
 
 PACKAGE = Path(surefoot.__file__).parent
 INSIDE = {
@@ -84,7 +85,7 @@ def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixt
     [
         (ConfigError(["a"]), 2, "a\n"),
         (ConfigError(["a", "b"]), 2, "2 mistakes:\na\nb\n"),
-        (MachineError("no GPU; use --parallel.device cpu"), 4, "no GPU; use --parallel.device cpu\n"),
+        (EnvironmentFault("no GPU; use --parallel.device cpu"), 4, "no GPU; use --parallel.device cpu\n"),
         (FileNotFoundError(2, "No such file or directory", "x.toml"), 4, "x.toml: No such file or directory\n"),
         (OSError(28, "No space left on device"), 4, "operating system: No space left on device\n"),
         (

@@ -51,6 +51,11 @@ def test_a_value_may_start_with_one_dash() -> None:
         (["tiny", "--run", "--fresh"], ["command line: --run needs a value: --run DIR"]),
         (["tiny", "--fresh=yes"], ["command line: --fresh takes no value"]),
         (["tiny", "--step", "900"], ["--step: step is not a setting; nearest: steps (a whole number, required)"]),
+        (["tiny", "--lr", "1"], ["--lr: lr is not a setting; nearest: optim.lr (a number, default 0.003)"]),
+        (
+            ["tiny", "--row", "1"],
+            ["--row: row is not a setting; nearest: eval.rows (a whole number, default 64)"],
+        ),
         (["tiny", "500"], ["command line: '500' is not a flag; settings are given as --key value"]),
         (["tiny", "-v"], ["command line: '-v' is not a flag; settings are given as --key value"]),
         (

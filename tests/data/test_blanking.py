@@ -90,6 +90,15 @@ def test_where_documents_attend_to_each_other_whole_rows_go(make_loader, texts):
     assert blank_rows
 
 
+def test_a_document_that_ends_where_a_row_begins_is_not_in_it(make_loader):
+    names = [name_of(letter * 15) for letter in "abc"]
+    loader = make_loader([["a" * 15, "b" * 15, "c" * 15]], batch_size=1)
+    for batch_index in range(3):
+        row = int(loader.sample_ids(batch_index)[0, 2])
+        batch = loader.batch(batch_index, [Exclusion(document=names[1])])
+        assert (batch.excluded, batch.num_excluded) == (((names[1],), 16) if row == 1 else ((), 0))
+
+
 def test_padding_is_not_counted_as_excluded(make_loader):
     for document_mask in (True, False):
         loader = make_loader([["a" * 20]], batch_size=2, document_mask=document_mask)

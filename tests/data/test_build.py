@@ -174,6 +174,46 @@ def test_what_one_source_holds_out_no_other_trains_on(tmp_path, folder):
     assert Split.open(prepared.sources[0].train).manifest.dropped_duplicates == 1
 
 
+def test_texts_give_way_to_shards_that_were_divided_otherwise(tmp_path, folder):
+    other = config(tmp_path, TextFiles(glob=f"{folder}/*.txt"), val_fraction=0.5, cache_dir=str(tmp_path / "elsewhere"))
+    shards = prepare(other).sources[0]
+    for at in range(20):
+        (folder / f"new-{at}.txt").write_text(f"not in the shards {at}")
+    for fraction in (0.8, 0.3):
+        data = config(
+            tmp_path, Shards(path=str(shards.train.parent)), TextFiles(glob=f"{folder}/*.txt"), val_fraction=fraction
+        )
+        prepared = prepare(data)
+        held_out = {number for source in prepared.sources for number in ids_of(source.val)}
+        trained = {number for source in prepared.sources for number in ids_of(source.train)}
+        assert not held_out & trained
+        manifest = Split.open(prepared.sources[1].train).manifest
+        assert manifest.dropped_duplicates == NUM_FILES + 20 - sum(
+            Split.open(side).num_documents for side in (prepared.sources[1].train, prepared.sources[1].val)
+        )
+        assert manifest.dropped_duplicates > 5
+
+
+def test_a_source_whose_held_out_texts_all_stand_in_the_training_shards_is_refused(tmp_path, folder):
+    other = config(tmp_path, TextFiles(glob=f"{folder}/*.txt"), cache_dir=str(tmp_path / "elsewhere"))
+    shards = prepare(other).sources[0].train.parent
+    few = tmp_path / "few"
+    few.mkdir()
+    for path in [path for path in folder.iterdir() if document_id(path.read_bytes()) >= 0.2 * 2**64][:3]:
+        shutil.copy(path, few)
+    data = config(tmp_path, Shards(path=str(shards)), TextFiles(glob=f"{few}/*.txt"))
+    with pytest.raises(
+        DataError, match=r"sources\[s1\]: other sources train on every one of its held-out documents; remove"
+    ):
+        prepare(data)
+
+
+def test_held_out_documents_stand_in_the_order_of_their_ids(tmp_path, folder):
+    (source,) = prepare(config(tmp_path, TextFiles(glob=f"{folder}/*.txt"))).sources
+    assert ids_of(source.val) == sorted(ids_of(source.val))
+    assert ids_of(source.train) != sorted(ids_of(source.train))
+
+
 def test_a_source_with_nothing_left_to_train_on_is_refused(tmp_path):
     (tmp_path / "only.txt").write_text("only")
     with pytest.raises(

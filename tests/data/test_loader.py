@@ -49,6 +49,14 @@ def test_ranks_share_the_rows_of_one_rank_in_order(make_loader, texts, world):
     assert sum(part.num_excluded for part in parts) == whole.num_excluded
 
 
+def test_a_rank_without_a_row_gets_an_empty_batch(make_loader, texts):
+    loader = make_loader([texts], batch_size=2)
+    parts = [loader.batch(0, rank=rank, world=3) for rank in range(3)]
+    assert [len(part.tokens_BT) for part in parts] == [0, 1, 1]
+    assert parts[0].positions_BT.shape == parts[0].documents_BT.shape == (0, 16)
+    assert (parts[0].num_targets, parts[0].digest) == (0, parts[1].digest)
+
+
 def test_a_ramp_of_the_batch_size_reads_on_without_a_gap(make_loader, texts):
     ramped = make_loader([texts], batch_stages=(BatchStage(start_batch=2, batch_size=8),))
     plain = make_loader([texts])
@@ -95,6 +103,17 @@ def test_a_token_beyond_the_vocabulary_stops_the_batch_with_file_and_offset(make
     path.write_bytes(data.tobytes())
     with pytest.raises(DataError, match=rf"tokens.bin: id 999 at byte offset {offset} is beyond the vocabulary of 257"):
         loader.batch(0)
+
+
+def test_a_last_target_beyond_the_vocabulary_is_seen_where_it_is_no_token_of_the_batch(make_loader):
+    loader = make_loader([["a" * 60]], seq_len=16, batch_size=1)
+    path = loader.splits[0].folder / "tokens.bin"
+    data = np.fromfile(path, "<u2")
+    data[16] = 999
+    path.write_bytes(data.tobytes())
+    (first,) = (at for at in range(4) if loader.sample_ids(at)[0, 2] == 0)
+    with pytest.raises(DataError, match=r"tokens.bin: id 999 at byte offset 32 is beyond the vocabulary of 257"):
+        loader.batch(first)
 
 
 def test_held_out_rows_come_in_order_and_count_every_byte(make_loader, write_split, texts):

@@ -151,6 +151,14 @@ def test_documents_with_a_gap_are_refused_with_their_number(write_split):
         verify_split(Split.open(folder))
 
 
+def test_bounds_that_skip_a_document_are_refused(write_split):
+    folder = write_split(TEXTS)
+    patch(folder / "tokens.idx", HEADER.size + 12 * 4 + 8, (3).to_bytes(8, "little"))
+    reseal(folder)
+    with pytest.raises(DataError, match=r"tokens.idx: document 1 "):
+        verify_split(Split.open(folder))
+
+
 def test_a_document_without_its_end_is_refused_with_its_offset(write_split):
     folder = write_split(TEXTS)
     patch(folder / "tokens.bin", 2 * 5, b"\x41\x00")

@@ -1,5 +1,6 @@
 """Reading runs: the surviving history, forks, status, comparison."""
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -174,6 +175,20 @@ def test_the_status_of_a_run_comes_from_lock_ledger_and_heartbeat(tmp_path: Path
     assert Run(store.folder).status().sentence() == "finished at step 30"
     RunStore(tmp_path / "y", print).close()
     assert Run(tmp_path / "y").status().sentence() == "has not started"
+
+
+def test_a_run_on_another_machine_is_running_while_its_heart_beats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunStore(tmp_path / "x", print) as store:
+        store.open_attempt(reason="start", from_step=0, from_batch=0)
+        store.heartbeat(7, 8)
+    assert Run(store.folder).status().state == "crashed"
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    assert Run(store.folder).status().state == "running"
+    beat = json.loads((store.folder / "heartbeat.json").read_text())
+    (store.folder / "heartbeat.json").write_text(json.dumps(beat | {"time": beat["time"] - 600}))
+    assert Run(store.folder).status().state == "crashed"
 
 
 def test_a_folder_without_a_run_is_named_with_the_runs_beside_it(tmp_path: Path) -> None:

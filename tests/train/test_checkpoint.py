@@ -105,12 +105,13 @@ def test_staging_memory_is_reused_and_a_second_save_waits_for_the_first(tmp_path
     saved = state()
     first = save(tmp_path / "step-000001-attempt-0001", saved, {}, staging=staging, before_manifest=lambda: _wait(held))
     places = {name: buffer.data_ptr() for name, buffer in staging._buffers.items()}
+    assert places.keys() == saved.keys()
     threading.Timer(0.05, held.set).start()
     second = save(tmp_path / "step-000002-attempt-0001", saved, {}, staging=staging)
     assert first.done()
     second.wait()
     assert {name: buffer.data_ptr() for name, buffer in staging._buffers.items()} == places
-    larger = {**saved, "weights/norm": torch.zeros(9)}
+    larger = {**saved, "weights/norm": torch.zeros(9, dtype=torch.bfloat16)}
     save(tmp_path / "step-000003-attempt-0001", larger, {}, staging=staging).wait()
     found = emptied(larger)
     load(tmp_path / "step-000003-attempt-0001", found)

@@ -225,6 +225,10 @@ def test_a_table_of_contents_that_lies_is_refused(tmp_path: Path) -> None:
         (lambda table: setattr(table, "state_dict_metadata", 3), "not a table of tensors"),
         (lambda table: setattr(table.state_dict_metadata["w"], "size", torch.Size([4])), "outside [4]"),
         (lambda table: setattr(table.state_dict_metadata["w"], "properties", 1), "holds no properties of w"),
+        (
+            lambda table: table.state_dict_metadata.update(w=table.state_dict_metadata["w"].chunks[0]),
+            "holds a ChunkStorageMetadata where a TensorStorageMetadata belongs",
+        ),
     ]
     for number, (change, refusal) in enumerate(lies):
         assert refusal in tampered(made(tmp_path / str(number)), change)

@@ -226,3 +226,23 @@ def test_a_read_only_disk_is_said_with_the_way_out(tmp_path: Path) -> None:
             save(disk / "1", state(1.0), {}).wait()
         with pytest.raises(CheckpointError, match="cannot be written"):
             save(disk / "1", state(1.0), {}, asynchronous=False)
+
+
+def test_a_checkpoint_loses_its_manifest_first_when_it_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "step-000001-attempt-0001"
+    save(folder, state(1.0), {"value": 1.0}).wait()
+
+    def crash(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest.shutil, "rmtree", crash)  # type: ignore[attr-defined]
+        with pytest.raises(KeyboardInterrupt):
+            remove_checkpoint(folder)
+    assert sorted(path.name for path in folder.iterdir()) == [".metadata", "__0_0.distcp", "record.json"]
+    assert not whole(folder)
+    remove_checkpoint(folder)
+    remove_checkpoint(folder)
+    assert not folder.exists()

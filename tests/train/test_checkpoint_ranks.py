@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
@@ -205,3 +205,25 @@ def test_what_would_deadlock_or_lose_data_is_refused(tmp_path: Path) -> None:
         run_ranks(2, without_group, tmp_path / NAME)
     with pytest.raises(CheckpointError, match=r"g has placements .*reduce a partial sum before it is saved"):
         run_ranks(2, partial, tmp_path / NAME)
+
+
+def held_by_one(rank: int, world: int, folder: Path) -> str:
+    mesh = DeviceMesh("cpu", [1])
+
+    def on_rank_one(tensor: Tensor) -> DTensor:
+        return DTensor.from_local(tensor if rank == 1 else torch.empty(0), mesh, [Shard(0)], shape=(3,), stride=(1,))
+
+    saved = {"stage": on_rank_one(torch.arange(3.0)), "all": torch.ones(2)}
+    save(folder, saved, {}, group=own_group()).wait()
+    found = {"stage": on_rank_one(torch.zeros(3)), "all": torch.zeros(2)}
+    load(folder, found)
+    assert digest(found) == digest(saved)
+    return digest(saved)
+
+
+def test_a_tensor_that_lives_on_some_of_the_ranks_only_is_saved_by_them(tmp_path: Path) -> None:
+    found = {"stage": torch.zeros(3), "all": torch.zeros(2)}
+    results = run_ranks(2, held_by_one, tmp_path / NAME)
+    load(tmp_path / NAME, found)
+    assert torch.equal(found["stage"], torch.arange(3.0))
+    assert results == [digest(found)] * 2

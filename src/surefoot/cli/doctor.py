@@ -37,10 +37,10 @@ def examine(runs: Path, *, quick: bool) -> dict[str, Any]:
     """Everything measured, as plain values; progress goes to standard error."""
     import torch
 
-    from surefoot.cli.strict_cost import strict_cost
     from surefoot.parallel.device import choose_precision, device_name, measured_flops, published_flops
     from surefoot.parallel.machine import machine, measure_disk
     from surefoot.parallel.precision import Precision
+    from surefoot.train.strict_cost import strict_cost
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts: dict[str, Any] = {
@@ -94,7 +94,9 @@ def describe(facts: dict[str, Any]) -> str:
     lines.append(("precision", f"auto is {facts['precision']} here"))
     if "strict" in facts:
         strict, fast = (facts["strict"][f"{mode}_step_s"] * 1e3 for mode in ("strict", "fast"))
-        cost = f"{(strict / fast - 1) * 100:+.0f} %"
+        cost = (
+            f"{(strict / fast - 1) * 100:+.0f} % (the same steps repeat within {facts['strict']['noise'] * 100:.0f} %)"
+        )
         lines.append(("strict", f"{strict:.1f} ms a step of the tiny model, {fast:.1f} ms in fast mode: {cost}"))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)

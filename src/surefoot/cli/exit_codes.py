@@ -36,7 +36,6 @@ ERRORS: dict[str, int] = {
     "surefoot.train.opening.ResumeRefused": CONFIG,
     "surefoot.data.errors.DataError": DATA,
     "surefoot.interop.huggingface.HuggingFaceError": DATA,
-    "surefoot.config.errors.MachineError": ENVIRONMENT,
     "surefoot.guard.ledger_row.LedgerError": ENVIRONMENT,
     "surefoot.parallel.digest.ReplicasDiffer": ENVIRONMENT,
     "surefoot.parallel.mesh.EnvironmentFault": ENVIRONMENT,

@@ -16,7 +16,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/report.html")
     args = parser.parse_args(argv)
     from surefoot.monitor.report import write_report
-    from surefoot.monitor.run import Run
 
-    print(write_report(Run(args.run), args.out))
+    print(write_report(args.run, args.out))
     return exit_codes.DONE

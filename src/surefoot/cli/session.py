@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surefoot.cli import exit_codes
+from surefoot.config.codec import to_dict
 from surefoot.config.run import RunConfig
 from surefoot.monitor.console import ConsoleWatcher, print_summary
 from surefoot.monitor.facts import RunFacts
@@ -13,7 +14,7 @@ from surefoot.monitor.report import write_report
 from surefoot.monitor.run import Run
 from surefoot.monitor.sentences import sentence
 from surefoot.monitor.summary import summarise
-from surefoot.monitor.trackers import open_trackers
+from surefoot.monitor.trackers import Tracker, open_trackers
 
 if TYPE_CHECKING:
     from surefoot.train.run import ForkOf, OpenRun
@@ -24,6 +25,7 @@ class Notices:
 
     def __init__(self) -> None:
         self.console: ConsoleWatcher | None = None
+        self.trackers: Sequence[Tracker] = ()
 
     def __call__(self, kind: str, row: Mapping[str, Any]) -> None:
         """One ledger row or event."""
@@ -31,6 +33,12 @@ class Notices:
             self.console.event(kind, row)
         elif kind != "attempt":
             print(sentence(kind, row), file=sys.stderr)
+        for tracker in self.trackers:
+            tracker.event(kind, row)
+
+    def say(self, text: str) -> None:
+        """A sentence that is no row."""
+        self("warning", {"text": text})
 
 
 class BuildProgress:
@@ -95,9 +103,11 @@ def run_to_end(
             progress.end()
             console = _console(run) if world.leads else None
             notices.console = console
-            trackers = open_trackers(run.config, folder) if world.leads else ()
+            if world.leads:
+                names = run.config.log.trackers
+                notices.trackers = open_trackers(names, folder, run.keeping.ledger, to_dict(run.config), notices.say)
             try:
-                watchers = (*([console] if console else []), *trackers)
+                watchers = (*([console] if console else []), *notices.trackers)
                 ending = train(run.state, run.setup, run.data, run.keeping, stop=stop, watchers=watchers)
                 if ending.reason == "done":
                     finish(run)
@@ -107,14 +117,14 @@ def run_to_end(
             finally:
                 if console:
                     console.close()
-                for tracker in trackers:
+                for tracker in notices.trackers:
                     tracker.close()
     finally:
         progress.end()
         leave_world()
     code = {"done": exit_codes.DONE, "halted": exit_codes.GAVE_UP, "stopped": stop.exit_code}[ending.reason]
     if world.leads:
-        report = write_report(Run(folder))
+        report = write_report(folder)
         print_summary(summarise(Run(folder)), as_json=as_json, report=str(report))
         if ending.reason == "halted":
             print(ending.text, file=sys.stderr)

@@ -7,7 +7,7 @@ from pathlib import Path
 from surefoot.config.codec import resolve
 from surefoot.config.errors import ConfigError, closest, unknown_choice
 from surefoot.config.run import RunConfig
-from surefoot.config.schema import settings
+from surefoot.config.schema import every_setting
 from surefoot.recipes.index import RECIPES
 
 SWITCHES: dict[str, str] = {
@@ -121,7 +121,8 @@ def _own_flag_meant(name: str) -> str | None:
     """The command's own flag that a mistyped word stands for; None for what may be a setting."""
     if not name.startswith("--") or "." in name:
         return None
-    if name.removeprefix("--") in settings(RunConfig):
-        return None
-    near = closest(name, [*SWITCHES, *OPTIONS, *(f"--{key}" for key in settings(RunConfig))])
+    names = {key.rpartition(".")[2] for key, _ in every_setting(RunConfig)}
+    if name.removeprefix("--") in names:
+        return None  # a setting without its table: the codec knows where it belongs
+    near = closest(name, [*SWITCHES, *OPTIONS, *(f"--{key}" for key in sorted(names))])
     return near if near in SWITCHES or near in OPTIONS else None

@@ -3,19 +3,18 @@
 import math
 from typing import Any, Literal, get_args, get_origin
 
-from surefoot.config.errors import closest, unknown_choice
+from surefoot.config.errors import unknown_choice
 from surefoot.config.places import Path, Report, dotted
 from surefoot.config.schema import (
     by_kind,
-    default_text,
     element,
-    every_setting,
     settings,
     table_for,
     type_name,
     variants,
 )
 from surefoot.config.text_value import FlagText, NotReadable, read_text
+from surefoot.config.unknown_key import unknown_key
 
 
 class _Invalid:
@@ -54,7 +53,7 @@ class Decoder:
         known = settings(table)
         for key in value:
             if key not in known:
-                self.report.add((*path, key), self._unknown(table, annotation or table, (*path, str(key))))
+                self.report.add((*path, key), unknown_key(self.root, table, annotation or table, (*path, str(key))))
         found = {}
         for name, setting in known.items():
             if name in value:
@@ -135,26 +134,6 @@ class Decoder:
         if annotation is int and not -(2**63) <= value < 2**63:
             return self._wrong(path, f"{dotted(path)} = {value} does not fit 64 bits, TOML's whole numbers")
         return value
-
-    def _unknown(self, table: type, annotation: Any, path: Path) -> str:
-        """Says that a key is none, and which one was likely meant."""
-        key, name = dotted(path), path[-1]
-        for kind, other in by_kind(annotation).items():
-            if other is not table and name in settings(other):
-                here = settings(table)["kind"].default
-                return f"{key} belongs to kind {kind!r}; here the kind is {here!r}"
-        legal = dict(every_setting(self.root))
-        near = closest(name, settings(table))
-        if near:
-            meant: str | None = dotted((*path[:-1], near))
-            setting = settings(table)[near]
-        else:
-            meant = next((other for other in legal if other.split(".")[-1] == name), None)
-            meant = meant or closest(key, (other for other in legal if not key.startswith(f"{other}.")))
-            if meant is None:
-                return f"{key} is not a setting; here are: {', '.join(settings(table))}"
-            setting = legal[meant]
-        return f"{key} is not a setting; nearest: {meant} ({type_name(setting.annotation)}, {default_text(setting)})"
 
 
 def _shown(value: Any) -> str:

@@ -24,7 +24,3 @@ def unknown_choice(name: str, value: str, choices: Iterable[str]) -> str:
     legal = list(choices)
     near = closest(value, legal)
     return f"{name} = {value!r} is not one of {', '.join(legal)}" + (f"; nearest: {near!r}" if near else "")
-
-
-class MachineError(Exception):
-    """The machine cannot run this: a device, memory, disk or package is missing; the text says the remedy. Exit code 4."""

@@ -8,24 +8,24 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import tokenizers
 
 from surefoot.config.data import BpeTokenizer, BytesTokenizer, DataConfig, Shards, SourceConfig, TokenizerFile
+from surefoot.data.divide import Sides, divide, reconcile
 from surefoot.data.errors import DataError
-from surefoot.data.extract import Extracted, extract, texts_of
+from surefoot.data.extract import extract, texts_of
 from surefoot.data.hashing import sha256_of_file
-from surefoot.data.prepared import TOKENIZER, PreparedData, assemble, open_source, seal_source
+from surefoot.data.prepared import TOKENIZER, PreparedData, PreparedSource, assemble, open_source, seal_source
 from surefoot.data.shard_writer import SplitWriter
-from surefoot.data.shards import Split
+from surefoot.data.shards import MANIFEST, Split
 from surefoot.data.source import describe_origin
 from surefoot.data.tokenizer import ByteTokenizer, SubwordTokenizer, Tokenizer, read_tokenizer, train_bpe
 from surefoot.data.verify import note_verified, verify_once
 
-BUILD_VERSION = 1  # raise it when the same texts would give other shards
+BUILD_VERSION = 2  # raise it when the same texts would give other shards
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _VERIFIED = "verified.json"
 _ABANDONED_S = 24 * 3600.0
@@ -163,18 +163,9 @@ def _fingerprint(data: DataConfig, texts: Sequence[SourceConfig]) -> str:
     origins = [
         [source.name, describe_origin(source.documents)] for source in texts if not isinstance(source.documents, Shards)
     ]
-    identity = [BUILD_VERSION, tokenizer, data.val_fraction, origins]
+    beside = [sha256_of_file(folder / MANIFEST) for source in _shards(data) for folder in (source.train, source.val)]
+    identity = [BUILD_VERSION, tokenizer, data.val_fraction, origins, beside]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class _Sides:
-    """A source's documents, each once."""
-
-    train: list[Extracted]
-    val: list[Extracted]
-    dropped: int
-    """Documents left out because their text was there already."""
 
 
 def _build_folder(
@@ -208,54 +199,25 @@ def _sweep(cache: Path) -> None:
 
 def _extract_sides(
     data: DataConfig, texts: Sequence[SourceConfig], work: Path, num_workers: int, report: Progress
-) -> list[_Sides]:
-    """Read all sources and divide their documents; what any source holds out, none trains on."""
+) -> list[Sides]:
+    """Read all texts and divide their documents; what any source holds out, none trains on."""
     sides = []
     for source in texts:
         assert not isinstance(source.documents, Shards)
         place = work / "texts" / source.name
         found = extract(source.documents, place, num_workers, partial(report, f"read {source.name}"))
-        sides.append(_divide(found, data.val_fraction, source.name))
-    held_out = {document.number for side in sides for document in side.val}
-    for source in data.sources:
-        if isinstance(source.documents, Shards):
-            held_out.update(_held_out_of_shards(source))
-    clean = []
-    for source, side in zip(texts, sides, strict=True):
-        train = [document for document in side.train if document.number not in held_out]
-        if not train:
-            raise DataError(f"data.sources[{source.name}]: all its training documents are held out by other sources")
-        clean.append(_Sides(train, side.val, side.dropped + len(side.train) - len(train)))
-    return clean
+        sides.append(divide(found, data.val_fraction, source.name))
+    shards = _shards(data)
+    train, val = ([Split.open(getattr(source, side)) for source in shards] for side in ("train", "val"))
+    return reconcile(sides, [source.name for source in texts], train, val)
 
 
-def _held_out_of_shards(source: SourceConfig) -> list[int]:
-    split = Split.open(open_source(source.name, Path(_shards_path(source))).val)
-    return [split.document_hash(document) for document in range(split.num_documents)]
+def _shards(data: DataConfig) -> list[PreparedSource]:
+    sources = [source for source in data.sources if isinstance(source.documents, Shards)]
+    return [open_source(source.name, Path(_shards_path(source))) for source in sources]
 
 
-def _divide(found: Sequence[Extracted], val_fraction: float, name: str) -> _Sides:
-    """Hold out the documents whose id lies below ``val_fraction`` of all ids; the smallest one where none does.
-
-    A document's side depends on its own text alone, so that a growing corpus moves nothing across.
-    """
-    if not found:
-        raise DataError(f"data.sources[{name}]: no document holds any text; give it others")
-    unique = {document.number: document for document in reversed(found)}  # the first of equal ones stays
-    documents = [document for document in found if unique[document.number] is document]
-    limit = min(int(val_fraction * 2**64), 2**64 - 1)
-    limit = max(limit, min(unique) + 1)
-    val = [document for document in documents if document.number < limit]
-    train = [document for document in documents if document.number >= limit]
-    if not train:
-        raise DataError(
-            f"data.sources[{name}]: {len(documents)} distinct documents, of which {len(val)} are held out at "
-            f"data.val_fraction={val_fraction} and none is left to train on; add documents or lower val_fraction"
-        )
-    return _Sides(train, val, len(found) - len(documents))
-
-
-def _make_tokenizer(data: DataConfig, sides: Sequence[_Sides], report: Progress) -> Tokenizer:
+def _make_tokenizer(data: DataConfig, sides: Sequence[Sides], report: Progress) -> Tokenizer:
     match data.tokenizer:
         case BytesTokenizer():
             return ByteTokenizer()
@@ -269,7 +231,7 @@ def _make_tokenizer(data: DataConfig, sides: Sequence[_Sides], report: Progress)
             return trained
 
 
-def _write_source(folder: Path, sides: _Sides, tokenizer: Tokenizer, progress: Callable[[float], None]) -> None:
+def _write_source(folder: Path, sides: Sides, tokenizer: Tokenizer, progress: Callable[[float], None]) -> None:
     total = sum(document.num_bytes for document in sides.train + sides.val)
     done = 0
     for name, documents in (("train", sides.train), ("val", sides.val)):

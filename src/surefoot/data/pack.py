@@ -107,14 +107,15 @@ def read_rows(sources: list[tuple[Split, int]], seq_len: int, document_mask: boo
                 numbers.append(np.array([BLANK], dtype=np.int32))
         tokens_BT[at] = buffer[:-1]
         targets_BT[at] = buffer[1:]
-    begin = np.concatenate(begins)
+    begin = np.concatenate(begins) if begins else np.empty(0, dtype=np.int64)
     lengths = np.diff(begin, append=num * seq_len)
-    documents_BT = np.repeat(np.concatenate(numbers), lengths).reshape(num, seq_len)
+    documents_BT = np.repeat(np.concatenate(numbers or [ordinals[:0]]), lengths).reshape(num, seq_len)
     if document_mask:
         positions = np.arange(num * seq_len, dtype=np.int32)
         positions -= np.repeat(begin.astype(np.int32), lengths)
         positions_BT = positions.reshape(num, seq_len)
     else:
         positions_BT = np.tile(np.arange(seq_len, dtype=np.int32), (num, 1))
-    targets_BT.reshape(-1)[np.concatenate(silent)] = IGNORE
+    if silent:
+        targets_BT.reshape(-1)[np.concatenate(silent)] = IGNORE
     return Rows(tokens_BT, targets_BT, documents_BT, positions_BT)

@@ -8,7 +8,7 @@ import time
 import weakref
 from pathlib import Path
 
-from surefoot.monitor.durable import StoreError, explaining, read_json
+from surefoot.monitor.durable import StoreError, explained, explaining, read_json
 
 PATIENCE_S = 1.0
 """How long a start waits, since someone asking for the status holds the lock for an instant."""
@@ -45,6 +45,8 @@ class RunLock:
                 if time.monotonic() > deadline:
                     raise StoreError(_taken(self.path)) from None
                 time.sleep(0.02)
+            except OSError as error:
+                raise explained(self.path, "lock the run folder", error) from error
 
     def _sign(self) -> None:
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}

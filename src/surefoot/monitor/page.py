@@ -160,7 +160,7 @@ def _domains(domains: tuple[Domain, ...]) -> str:
         "compression at all. General-purpose compressors on the same text are the yardstick.</p>"
     ]
     for domain in domains:
-        better = f" {escape(domain.yardstick)}." if domain.yardstick else ""
+        better = f" {escape(domain.yardstick[0].upper() + domain.yardstick[1:])}." if domain.yardstick else ""
         bars = [
             ("model", domain.bits_per_byte),
             ("zlib -9", domain.zlib_bits_per_byte),

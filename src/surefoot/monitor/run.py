@@ -1,5 +1,6 @@
 """Reading a run: the surviving history, whether the run is running, finished, killed or long gone."""
 
+import socket
 import time
 import tomllib
 from collections.abc import Iterator
@@ -183,7 +184,9 @@ class Run:
         silent = max(0.0, time.time() - beat["time"]) if beat else 0.0
         stop, finish = self.ledger.stop, self.ledger.finish
         state: Literal["empty", "running", "finished", "stopped", "crashed"]
-        if is_locked(self.folder):
+        # Locks do not always reach across machines; a fresh heartbeat from another one does.
+        elsewhere = beat.get("state") == "running" and beat.get("host") != socket.gethostname() and silent < SILENT_S
+        if is_locked(self.folder) or elsewhere:
             state = "running"
         elif not self.attempts:
             state = "empty"

@@ -12,7 +12,7 @@ from surefoot.monitor.facts import RunFacts, Sample, Yardstick
 from surefoot.monitor.run import Columns, Run, Status
 
 FINAL_STEPS = 50
-"""Updates whose mean is the final training loss: one batch alone is noise."""
+"""Most updates whose mean is the final training loss, a twentieth of the run otherwise: one batch alone is noise."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Summary:
     """Batches consumed."""
     tokens: int
     final_loss: float
-    """Mean training loss of the last FINAL_STEPS updates, nats per token."""
+    """Mean training loss of the last twentieth of the updates, FINAL_STEPS at most; nats per token."""
     last_loss: float
     wall_s: float
     """Time a job was at work on this run, all attempts, as far as the folder tells."""
@@ -111,7 +111,7 @@ def summarise(run: Run) -> Summary:
         step=max(int(metrics["step"][-1]) if count else 0, 0),
         batch_index=int(metrics["batch_index"][-1]) + 1 if count else 0,
         tokens=max(int(metrics["tokens"].max()), 0) if count else 0,
-        final_loss=float(losses[-FINAL_STEPS:].mean()) if len(losses) else math.nan,
+        final_loss=float(losses[-min(FINAL_STEPS, -(-len(losses) // 20)) :].mean()) if len(losses) else math.nan,
         last_loss=float(losses[-1]) if len(losses) else math.nan,
         wall_s=_wall_s(run),
         train_s=float(np.nansum(column(metrics, "perf/step_s"))),

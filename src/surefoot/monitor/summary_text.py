@@ -49,14 +49,14 @@ def _figure(value: float) -> str:
 
 
 def _figures(summary: Summary) -> str:
-    lost = f" and {duration(summary.lost_s)} in steps that were redone" if summary.lost_s >= 1 else ""
+    lost = f", {duration(summary.lost_s)} in steps that were redone" if summary.lost_s >= 1 else ""
     speed = f", {short(summary.tokens_per_s)} tokens/s" if math.isfinite(summary.tokens_per_s) else ""
     mfu = f", {percent(summary.mfu)} of the matmul peak (MFU)" if math.isfinite(summary.mfu) else ""
     lines = []
     if math.isfinite(summary.final_loss):
         lines.append(f"training loss  {summary.final_loss:.3f} nats per token (mean of the last updates)")
     wall = max(summary.wall_s, summary.train_s + summary.lost_s)
-    lines.append(f"time           {duration(wall)}, of it {duration(summary.train_s)} in training steps{lost}")
+    lines.append(f"time           {duration(wall)}: {duration(summary.train_s)} in steps that count{lost}")
     lines.append(f"tokens         {short(summary.tokens)}{speed}{mfu}")
     lines.append(f"stability      {_stability(summary)}")
     return "\n".join(lines)
@@ -72,10 +72,14 @@ def _stability(summary: Summary) -> str:
 
 
 def _sample(sample: Sample) -> str:
-    """The prompt, a bar, what the model made of it, line by line as it wrote it."""
-    shown = f"{sample.prompt}▮{sample.text}".replace("\r", "")
-    lines = [piece for line in shown.split("\n") for piece in (_WRAPPER.wrap(line) or [""])]
-    return f"{sample.domain}, continued by the model from ▮:\n" + "\n".join(f"  | {line}" for line in lines)
+    """The prompt, a bar, what the model made of it, line by line as it wrote it; of blank lines in a row, one."""
+    written = f"{sample.prompt}▮{sample.text}".replace("\r", "").strip("\n").split("\n")
+    lines: list[str] = []
+    for line in written:
+        if line.strip() or (lines and lines[-1]):
+            lines += [piece.rstrip() for piece in _WRAPPER.wrap(line)] or [""]
+    shown = "\n".join(f"  | {line}".rstrip() for line in lines)
+    return f"{sample.domain}, continued by the model from ▮:\n{shown}"
 
 
 _WRAPPER = textwrap.TextWrapper(WIDTH - 4, drop_whitespace=False, replace_whitespace=False)

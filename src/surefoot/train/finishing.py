@@ -66,7 +66,7 @@ def draw_sample(run: OpenRun, rows: EvalRows) -> Sample | None:
         seq_len=config.data.seq_len,
         eos_id=run.data.prepared.eos_id,
         vocab_size=run.data.prepared.vocab_size,
-        seed=config.seed,
+        seed=config.seed + rows.source,
         device=run.setup.world.device,
     )
     return Sample(domain=rows.name, prompt=tokenizer.decode(prompt), text=tokenizer.decode(drawn))

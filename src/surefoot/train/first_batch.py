@@ -1,7 +1,7 @@
 """The step-0 proof: the batch a run begins with is what it should be, and so is the loss of untrained weights on it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from surefoot.config.data import Exclusion
 from surefoot.config.model import Custom, ModelConfig
@@ -41,8 +41,9 @@ def initial_loss_band(model: ModelConfig) -> tuple[float, float]:
     return math.log(vocabulary) - SLACK, highest + SLACK
 
 
-def doubt_initial_loss(loss: float, model: ModelConfig) -> str:
+def doubt_initial_loss(metrics: Mapping[str, float], model: ModelConfig) -> str:
     """A sentence when the loss of untrained weights is outside its band; empty when all is well or parts are custom."""
+    loss = metrics.get("train/loss", math.nan)
     if not math.isfinite(loss) or any(isinstance(p, Custom) for p in (model.attention, model.feed_forward, model.norm)):
         return ""
     low, high = initial_loss_band(model)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from surefoot.data.loader import Batch
 from surefoot.guard.actions import Halt, Proceed, Rollback, SkipUpdate
-from surefoot.guard.guard import Judge, judge
+from surefoot.guard.guard import Judge, Verdict, judge
 from surefoot.monitor.step_report import StepReport
 from surefoot.parallel.digest import combine, digest_tensors
 from surefoot.train.evaluate import TrainingData, cadence_metrics
@@ -51,41 +52,23 @@ def train(
 
     Every ending but a halt leaves a checkpoint of its last state.
     """
-    config = setup.config
+    config, world = setup.config, setup.world
     snapshots = SnapshotRing(config.guard.snapshots)
-    proved = False
+    first = True
     while state.step < config.steps:
         begun = time.perf_counter()
-        batch = data.loader.batch(state.batch_index, keeping.ledger.exclusions, setup.world.rank, setup.world.size)
+        batch = data.loader.batch(state.batch_index, keeping.ledger.exclusions, world.rank, world.size)
         waited = time.perf_counter() - begun
-        if not proved:
-            prove_first_batch(batch, data.loader, keeping.ledger.exclusions, setup.world)
-            proved = True
+        if first:
+            prove_first_batch(batch, data.loader, keeping.ledger.exclusions, world)
+            first = False
         outcome = train_step(state, batch, setup, stop_asked=stop.asked)
         verdict = judge(state.guard, outcome.signals, config.guard)
         state.guard = verdict.state
         state.optimizer.zero_grad(set_to_none=True)
-        if batch.batch_index == 0 and (doubt := doubt_initial_loss(outcome.signals.loss, config.model)):
-            keeping.warn(state, doubt)
-        metrics = outcome.metrics | speed(setup, batch.samples_B3.shape[0], time.perf_counter() - begun, waited)
-        if due(state.step, config.eval.every) and not outcome.skipped and state.step < config.steps:
-            metrics |= cadence_metrics(state.model, setup, data)
-        digest = ""
-        if due(state.step, config.log.digest_every) and not outcome.skipped:
-            digest = combine(digest_tensors(state.tensors()))
-        cause = "; ".join(verdict.findings)
-        report = StepReport(
-            batch_index=batch.batch_index,
-            step=state.step,
-            tokens=data.tokens_before(state.batch_index),
-            skipped=outcome.skipped,
-            cause=cause if outcome.skipped else "",
-            metrics=metrics,
-            sample_digest=batch.digest,
-            excluded=batch.excluded,
-            state_digest=digest,
-        )
-        tell(report, keeping, watchers)
+        seconds = time.perf_counter() - begun
+        report = describe(state, setup, data, batch, outcome, verdict, seconds, waited)
+        tell(report, state, setup, keeping, watchers)
         match verdict.action:
             case Proceed():
                 pass
@@ -106,20 +89,38 @@ def train(
     return Ending("done") if state.step >= config.steps else Ending("stopped")
 
 
-def keep_up(
-    state: TrainState, setup: Setup, keeping: Keeping, snapshots: SnapshotRing, outcome: StepOutcome
-) -> None:
-    """Snapshots and checkpoints that are due after a batch."""
+def describe(
+    state: TrainState,
+    setup: Setup,
+    data: TrainingData,
+    batch: Batch,
+    outcome: StepOutcome,
+    verdict: Verdict,
+    seconds: float,
+    waited: float,
+) -> StepReport:
+    """The record of one consumed batch, with the evaluation and the state digest where they are due."""
     config = setup.config
-    if due(state.batch_index, config.guard.snapshot_every):
-        snapshots.take(state)
-    keeping.collect(state)
-    last = state.step >= config.steps or outcome.stop_asked
-    if due(state.step, config.checkpoint.every) and not outcome.skipped and not last:
-        keeping.save(state, asynchronous=config.checkpoint.asynchronous)
+    metrics = outcome.metrics | speed(setup, batch.samples_B3.shape[0], seconds, waited)
+    if due(state.step, config.eval.every) and not outcome.skipped and state.step < config.steps:
+        metrics |= cadence_metrics(state.model, setup, data)
+    digest = ""
+    if due(state.step, config.log.digest_every) and not outcome.skipped:
+        digest = combine(digest_tensors(state.tensors()))
+    return StepReport(
+        batch_index=batch.batch_index,
+        step=state.step,
+        tokens=data.tokens_before(state.batch_index),
+        skipped=outcome.skipped,
+        cause="; ".join(verdict.findings) if outcome.skipped else "",
+        metrics=metrics,
+        sample_digest=batch.digest,
+        excluded=batch.excluded,
+        state_digest=digest,
+    )
 
 
-def tell(report: StepReport, keeping: Keeping, watchers: Sequence[Watcher]) -> None:
+def tell(report: StepReport, state: TrainState, setup: Setup, keeping: Keeping, watchers: Sequence[Watcher]) -> None:
     """Write the row, then show it."""
     if keeping.store:
         keeping.store.write_step(report)
@@ -129,6 +130,19 @@ def tell(report: StepReport, keeping: Keeping, watchers: Sequence[Watcher]) -> N
             keeping.notify("eval", {"step": report.step, **evaluated})
     for watcher in watchers:
         watcher.step(report)
+    if report.batch_index == 0 and (doubt := doubt_initial_loss(report.metrics, setup.config.model)):
+        keeping.warn(state, doubt)
+
+
+def keep_up(state: TrainState, setup: Setup, keeping: Keeping, snapshots: SnapshotRing, outcome: StepOutcome) -> None:
+    """Snapshots and checkpoints that are due after a batch."""
+    config = setup.config
+    if due(state.batch_index, config.guard.snapshot_every):
+        snapshots.take(state)
+    keeping.collect(state)
+    last = state.step >= config.steps or outcome.stop_asked
+    if due(state.step, config.checkpoint.every) and not outcome.skipped and not last:
+        keeping.save(state, asynchronous=config.checkpoint.asynchronous)
 
 
 def due(count: int, every: int) -> bool:

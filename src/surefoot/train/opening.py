@@ -135,7 +135,7 @@ def environment(config: RunConfig, fingerprints: dict[str, str]) -> dict[str, An
         "threads": torch.get_num_threads(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "precision": config.parallel.precision,
-        "commit": _commit(),
+        "commit": commit_of(),
         "argv": sys.argv,
         **fingerprints,
     }
@@ -161,7 +161,8 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _commit() -> str:
+def commit_of() -> str:
+    """The git commit of the code that runs; empty outside a checkout."""
     git = shutil.which("git")
     if git is None:
         return ""

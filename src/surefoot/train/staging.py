@@ -65,7 +65,7 @@ class Staging:
 
 
 def _locate(name: str, tensor: Tensor) -> tuple[Tensor, torch.Size, torch.Size] | None:
-    """What this rank holds of a tensor, the whole's shape, and where in it; None when it holds nothing to write."""
+    """What this rank holds of a tensor, the whole's shape, and where in it; None when its mesh leaves this rank out."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise CheckpointError(
             f"{name} is {tensor.layout} on {tensor.device}: a checkpoint takes dense tensors in memory"
@@ -77,7 +77,4 @@ def _locate(name: str, tensor: Tensor) -> tuple[Tensor, torch.Size, torch.Size] 
     if tensor.device_mesh.get_coordinate() is None:
         return None
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tensor.to_local()
-    if local.numel() == 0 and tensor.numel() > 0:
-        return None
-    return local, tensor.shape, torch.Size(offsets)
+    return tensor.to_local(), tensor.shape, torch.Size(offsets)
