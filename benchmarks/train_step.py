@@ -32,9 +32,9 @@ from surefoot.train.setup import set_up
 from surefoot.train.step import train_step
 
 SIZES = {
-    "1m": dict(vocab_size=1024, d_model=128, num_layers=4, num_heads=4, d_ff=352),
-    "10m": dict(vocab_size=4096, d_model=320, num_layers=6, num_heads=5, d_ff=864),
-    "30m": dict(vocab_size=8192, d_model=512, num_layers=8, num_heads=8, d_ff=1376),
+    "1m": {"vocab_size": 1024, "d_model": 128, "num_layers": 4, "num_heads": 4, "d_ff": 352},
+    "10m": {"vocab_size": 4096, "d_model": 320, "num_layers": 6, "num_heads": 5, "d_ff": 864},
+    "30m": {"vocab_size": 8192, "d_model": 512, "num_layers": 8, "num_heads": 8, "d_ff": 1376},
 }
 ROWS, SEQ_LEN = 8, 256
 

@@ -25,7 +25,9 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 def main(extras: list[str]) -> int:
     if sys.version_info < (3, 11):
-        return fail(f"Python {platform.python_version()} is too old: Surefoot needs 3.11 or newer. Name one: make PYTHON=python3.12 train")
+        return fail(
+            f"Python {platform.python_version()} is too old: Surefoot needs 3.11 or newer. Name one: make PYTHON=python3.12 train"
+        )
     wanted = stamp(extras)
     marker = VENV / ".surefoot-installed"
     installed = marker.read_text().split() if marker.exists() else []
@@ -43,9 +45,15 @@ def main(extras: list[str]) -> int:
             shutil.rmtree(VENV, ignore_errors=True)
             return fail("python -m venv failed, see above; nothing is left behind")
     gpu = has_nvidia_gpu()
-    say("NVIDIA GPU seen: installing torch with CUDA" if gpu else "no NVIDIA GPU seen: installing the CPU build of torch")
+    say(
+        "NVIDIA GPU seen: installing torch with CUDA"
+        if gpu
+        else "no NVIDIA GPU seen: installing the CPU build of torch"
+    )
     if pip_install([TORCH], cpu_index=not gpu):
-        return fail("installing torch failed, see above. pip needs a package index that has torch 2.13 for this Python and platform")
+        return fail(
+            "installing torch failed, see above. pip needs a package index that has torch 2.13 for this Python and platform"
+        )
     target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
     say(f"installing Surefoot and its dependencies{' with ' + ', '.join(extras) if extras else ''}")
     if pip_install(["-e", target], cpu_index=False):

@@ -22,7 +22,13 @@ NO_TORCH_FILES = {
 }  # fmt: skip
 TORCH_EXTRAS = {"monitor/trackers.py"}
 """Files that may import a torch module inside a function, for an optional third-party package."""
-DISTRIBUTED_FILES = {"train/setup.py", "train/snapshot.py", "train/staging.py", "train/unpickle.py", "proof/rehearsal.py"}
+DISTRIBUTED_FILES = {
+    "train/setup.py",
+    "train/snapshot.py",
+    "train/staging.py",
+    "train/unpickle.py",
+    "proof/rehearsal.py",
+}
 """Beside parallel/ and train/checkpoint*.py, the files that may name torch.distributed."""
 MODULES = sorted(SOURCE.rglob("*.py"))
 
@@ -59,7 +65,9 @@ def test_imports_go_down(path: Path) -> None:
         target = module.split(".")[1]
         if target == folder:
             continue
-        assert RANK[target] < RANK[folder], f"{relative(path)} (rank {RANK[folder]}) imports {module} (rank {RANK[target]})"
+        assert RANK[target] < RANK[folder], (
+            f"{relative(path)} (rank {RANK[folder]}) imports {module} (rank {RANK[target]})"
+        )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)
@@ -75,9 +83,7 @@ def test_what_must_answer_at_once_imports_no_torch(path: Path) -> None:
     name = relative(path)
     folder = name.split("/")[0]
     torch_imports = [(m, inside) for m, inside in imports(path) if m.split(".")[0] == "torch"]
-    if folder == "cli":
-        assert all(inside for _, inside in torch_imports), f"{name} imports torch at the top"
-    elif name in TORCH_EXTRAS:
+    if folder == "cli" or name in TORCH_EXTRAS:
         assert all(inside for _, inside in torch_imports), f"{name} imports torch at the top"
     elif folder in NO_TORCH_FOLDERS or name in NO_TORCH_FILES:
         assert not torch_imports, f"{name} imports torch"

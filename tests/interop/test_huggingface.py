@@ -1,5 +1,6 @@
 """Llama and Qwen 3 of transformers: names, configs, and the same numbers from the same weights."""
 
+import itertools
 import json
 from typing import Any
 
@@ -106,11 +107,11 @@ def test_documents_in_a_row_are_each_the_document_alone_in_transformers() -> Non
     cuts = [0, 41, 42, 107, 150]
     documents = torch.empty_like(ids)
     positions = torch.empty_like(ids)
-    for number, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
         documents[:, start:stop] = number
         positions[:, start:stop] = torch.arange(stop - start)
     logits = ours(ids, positions, documents)
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
         alone = theirs(input_ids=ids[:, start:stop], use_cache=False).logits
         assert relative(logits[:, start:stop], alone) <= HF_RELATIVE
 
@@ -158,7 +159,10 @@ def test_what_our_parts_do_not_have_is_refused_by_name(tmp_path: Any) -> None:
         ({"model_type": "gemma2"}, "model_type='gemma2' is not supported; supported are llama and qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; it must be 'silu'"),
         ({"attention_bias": True}, "attention_bias=True is not supported; it must be False"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn' is not supported; it must be 'default'"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "rope_type='yarn' is not supported; it must be 'default'",
+        ),
     ):
         with pytest.raises(HuggingFaceError) as error:
             from_config(good | change)
@@ -168,7 +172,12 @@ def test_what_our_parts_do_not_have_is_refused_by_name(tmp_path: Any) -> None:
     with pytest.raises(HuggingFaceError, match=r"'model\.layers\.0\.self_attn\.q_proj\.bias' is not one of"):
         from_state({"model.layers.0.self_attn.q_proj.bias": torch.zeros(1)}, tied=False)
     with pytest.raises(HuggingFaceError, match="only built-in parts can be exported"):
-        to_config(ModelConfig(vocab_size=9, d_model=8, num_layers=1, attention=Custom(build="a:b"), feed_forward=SwiGLU(d_ff=8)), max_positions=8)
+        to_config(
+            ModelConfig(
+                vocab_size=9, d_model=8, num_layers=1, attention=Custom(build="a:b"), feed_forward=SwiGLU(d_ff=8)
+            ),
+            max_positions=8,
+        )
     with pytest.raises(HuggingFaceError, match=r"config\.json is missing"):
         load_folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(good))

@@ -1,6 +1,7 @@
 """A real trained Llama, 260K parameters, from llama2.c: the loss it is known to have on text it has not seen."""
 
 import gzip
+import itertools
 import json
 import os
 import struct
@@ -48,7 +49,7 @@ class ScoredTokenizer:
         while True:
             merges = [
                 (self.scores[union], -i, union)
-                for i, (a, b) in enumerate(zip(ids, ids[1:], strict=False))
+                for i, (a, b) in enumerate(itertools.pairwise(ids))
                 if (union := self.ids.get(self.pieces[a] + self.pieces[b])) is not None
             ]
             if not merges:

@@ -113,7 +113,9 @@ def test_another_document_changes_no_bit(backend: AttentionBackend) -> None:
 
 
 def test_a_kernel_without_a_backward_on_the_cpu_is_refused_there() -> None:
-    with pytest.raises(ValueError, match=r"model\.attention_backend='flex' has no backward on the CPU; take 'auto', 'eager' or 'sdpa'"):
+    with pytest.raises(
+        ValueError, match=r"model\.attention_backend='flex' has no backward on the CPU; take 'auto', 'eager' or 'sdpa'"
+    ):
         choose_backend("flex", torch.device("cpu"), torch.float32, documents=True)
 
 

@@ -12,8 +12,8 @@ from surefoot.model.count import CountError, activation_bytes, flops, flops_per_
 from surefoot.model.parametrization import initialise
 from surefoot.model.transformer import Transformer
 
-# activation_bytes is an estimate: what autograd keeps is within this factor of it
-ACTIVATION_FACTOR = 1.35
+# activation_bytes is an estimate: angles, masks and rows' normalisers are left out; measured within 3 %
+ACTIVATION_FACTOR = 1.1
 
 
 def config(*, tied: bool = True, qk_norm: bool = False) -> ModelConfig:
@@ -64,8 +64,9 @@ def test_the_causal_figure_counts_the_keys_a_token_can_see() -> None:
     assert count.matmul == 6 * (300 * 48 + 3 * (2 * 48 * 20 * 6 + 3 * 48 * 80))
 
 
-def test_activation_bytes_are_about_what_autograd_keeps() -> None:
-    cfg, rows, seq_len = config(), 4, 128
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_activation_bytes_are_about_what_autograd_keeps(qk_norm: bool) -> None:
+    cfg, rows, seq_len = config(qk_norm=qk_norm), 4, 128
     model = Transformer(cfg, torch.bfloat16)
     initialise(model, cfg, 0)
     tokens = torch.randint(0, 300, (rows, seq_len))
@@ -79,13 +80,18 @@ def test_activation_bytes_are_about_what_autograd_keeps() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         sums = model(tokens, torch.arange(seq_len).expand(rows, -1), None, tokens)
     assert sums.objective.isfinite()
-    estimate = activation_bytes(cfg, rows, seq_len, 2) - 64 * 300 * (4 + 2 * 2)  # the chunk of logits is not kept
+    estimate = activation_bytes(cfg, rows, seq_len, 2) - 64 * 300 * 2  # the chunk of logits is not kept
     assert estimate / ACTIVATION_FACTOR < sum(kept.values()) < estimate * ACTIVATION_FACTOR
 
 
 def test_a_custom_part_must_be_counted_on_the_built_model() -> None:
-    cfg = ModelConfig(vocab_size=9, d_model=8, num_layers=1, attention=Custom(build="mine:build"), feed_forward=SwiGLU(d_ff=8))
-    with pytest.raises(CountError, match=r"^model\.attention is built by 'mine:build', whose size the config does not tell; build the model"):
+    cfg = ModelConfig(
+        vocab_size=9, d_model=8, num_layers=1, attention=Custom(build="mine:build"), feed_forward=SwiGLU(d_ff=8)
+    )
+    with pytest.raises(
+        CountError,
+        match=r"^model\.attention is built by 'mine:build', whose size the config does not tell; build the model",
+    ):
         num_params(cfg)
 
 

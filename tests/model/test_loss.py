@@ -83,11 +83,15 @@ def test_the_statistics_are_those_of_the_logits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
-def test_an_ignored_token_contributes_nothing_whatever_its_hidden_state_holds(dtype: torch.dtype, poison: float) -> None:
+def test_an_ignored_token_contributes_nothing_whatever_its_hidden_state_holds(
+    dtype: torch.dtype, poison: float
+) -> None:
     results = []
     for value in (0.5, poison):
         hidden, weight, targets = problem(dtype)
-        spoiled = torch.where((targets == IGNORE)[..., None], torch.tensor(value, dtype=dtype), hidden.detach()).requires_grad_()
+        spoiled = torch.where(
+            (targets == IGNORE)[..., None], torch.tensor(value, dtype=dtype), hidden.detach()
+        ).requires_grad_()
         sums = next_token_loss(spoiled, weight, targets, z_loss=Z, chunk_tokens=10)
         sums.objective.backward()
         assert spoiled.grad is not None

@@ -106,7 +106,10 @@ class Declares(nn.Module):
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        ({}, r"^part\.weight has no role; name one of embedding, hidden, output, norm, bias, router, expert, latent in the roles\(\)"),
+        (
+            {},
+            r"^part\.weight has no role; name one of embedding, hidden, output, norm, bias, router, expert, latent in the roles\(\)",
+        ),
         ({"weight": "matrix"}, r"^part\.weight has role 'matrix'; roles are embedding, hidden"),
         ({"weight": "hidden", "gone": "bias"}, r"^part\.gone has role 'bias' but the model has no such parameter"),
     ],

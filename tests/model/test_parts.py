@@ -94,7 +94,9 @@ def test_it_is_counted_on_the_built_model() -> None:
 
 def test_a_parameter_it_does_not_declare_is_an_error_that_names_it() -> None:
     cfg = config("build_undeclared")
-    with pytest.raises(RoleError, match=r"^blocks\.0\.attention\.gate\.bias has no role; name one of embedding, hidden"):
+    with pytest.raises(
+        RoleError, match=r"^blocks\.0\.attention\.gate\.bias has no role; name one of embedding, hidden"
+    ):
         initialise(Transformer(cfg, torch.float32), cfg, 0)
 
 
@@ -102,7 +104,10 @@ def test_a_parameter_it_does_not_declare_is_an_error_that_names_it() -> None:
     ("build", "message"),
     [
         ("no_colon", r"^model\.attention\.build='no_colon' is not of the form package\.module:function$"),
-        ("not_there_at_all:build", r"cannot be imported \(No module named 'not_there_at_all'\); is its folder on PYTHONPATH\?$"),
+        (
+            "not_there_at_all:build",
+            r"cannot be imported \(No module named 'not_there_at_all'\); is its folder on PYTHONPATH\?$",
+        ),
         (f"{MODULE}:absent", r"cannot be imported \(module 'surefoot_tests_out_of_tree' has no attribute 'absent'\)"),
         (f"{MODULE}:build_nothing", r"returned str; a part is a torch\.nn\.Module$"),
         (f"{MODULE}:build_mute", r"returned Mute without roles\(\), to name the role of every parameter$"),

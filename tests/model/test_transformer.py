@@ -116,20 +116,31 @@ def test_bf16_stays_within_its_rounding_of_fp64() -> None:
     assert all(relative(g, grads[name]) <= BF16_GRADIENT for name, g in gradients(narrow, got).items())
 
 
-@pytest.mark.filterwarnings("default::UserWarning", "default::DeprecationWarning")  # dynamo's own, not ours
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_compiled_in_place_agree_with_eager_ones(dtype: torch.dtype) -> None:
+def compiled_and_plain(backend: str, dtype: torch.dtype) -> None:
+    """Losses and gradients of blocks compiled in place, as one graph each, against eager ones."""
     torch.compiler.reset()
     plain, compiled, data = build(config(num_layers=1), dtype), build(config(num_layers=1), dtype), batch()
     for block in compiled.blocks:
-        block.compile(fullgraph=True)
-    names = list(compiled.state_dict())
-    assert names == list(plain.state_dict())
+        block.compile(fullgraph=True, backend=backend)
+    assert list(compiled.state_dict()) == list(plain.state_dict())
     expected, got = plain(**data), compiled(**data)
     assert relative(got.ce_sum, expected.ce_sum) <= COMPILED_RELATIVE[dtype]
     grads = gradients(plain, expected)
     for name, gradient in gradients(compiled, got).items():
         assert relative(gradient, grads[name]) <= COMPILED_RELATIVE[dtype], name
+
+
+@pytest.mark.filterwarnings("default::UserWarning", "default::DeprecationWarning")  # dynamo's own, not ours
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_is_one_graph_for_the_compiler(dtype: torch.dtype) -> None:
+    compiled_and_plain("aot_eager", dtype)
+
+
+@pytest.mark.proof
+@pytest.mark.filterwarnings("default::UserWarning", "default::DeprecationWarning")  # dynamo's own, not ours
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_compiled_in_place_agree_with_eager_ones(dtype: torch.dtype) -> None:
+    compiled_and_plain("inductor", dtype)
 
 
 def test_a_model_built_on_the_meta_device_is_complete_once_its_parameters_are() -> None:

@@ -47,7 +47,11 @@ def test_a_whole_checkpoint_that_a_crash_left_without_its_ledger_row_is_used(con
     rehearse(config, tmp_path / "run", Script(stop_after=17))
     ledger = tmp_path / "run" / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
-    last = max(at for at, line in enumerate(lines) if '"checkpoint","' in line.replace(" ", "") or '"kind":"checkpoint"' in line)
+    last = max(
+        at
+        for at, line in enumerate(lines)
+        if '"checkpoint","' in line.replace(" ", "") or '"kind":"checkpoint"' in line
+    )
     ledger.write_text("".join(lines[:last]))
     end = rehearse(config, tmp_path / "run")
     assert "step 18" in end.opening

@@ -46,5 +46,7 @@ def test_the_audit_finds_a_row_that_is_missing_or_another(config: RunConfig, loa
     lines = rows.read_text().splitlines(keepends=True)
     rows.write_text("".join(lines[:5] + lines[6:]))
     assert any("batch 5 was never consumed" in mistake for mistake in audit_run(tmp_path / "run", loader).mistakes)
-    rows.write_text("".join(lines[:5]) + lines[5].replace('"sample_digest":"', '"sample_digest":"0') + "".join(lines[6:]))
+    rows.write_text(
+        "".join(lines[:5]) + lines[5].replace('"sample_digest":"', '"sample_digest":"0') + "".join(lines[6:])
+    )
     assert any("digest" in mistake for mistake in audit_run(tmp_path / "run", loader).mistakes)

@@ -76,7 +76,13 @@ def test_two_ranks_skip_roll_back_in_memory_and_resume_on_another_number_of_rank
     fp64: RunConfig, vary: Callable[..., RunConfig], late_document: str, tmp_path: Path, layout: str
 ) -> None:
     config = vary(fp64, **{"parallel.data_parallel": layout})
-    script = dict(nan_batches=(6,), nan_ranks=(1,), rollback_after=17, rollback_to=14, exclude=(late_document,))
+    script = {
+        "nan_batches": (6,),
+        "nan_ranks": (1,),
+        "rollback_after": 17,
+        "rollback_to": 14,
+        "exclude": (late_document,),
+    }
     whole = rehearse(config, tmp_path / "one", Script(**{**script, "nan_ranks": (0,)}))  # type: ignore[arg-type]
     run_ranks(2, rehearse_on_rank, config, tmp_path / "two", Script(**script, stop_after=20))  # type: ignore[arg-type]
     attempts = Run(tmp_path / "two").attempts

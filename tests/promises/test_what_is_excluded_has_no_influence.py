@@ -36,6 +36,15 @@ def script(late_document: str) -> Script:
     return Script(rollback_after=17, rollback_to=14, exclude=(late_document,), poison_token=NAN_MAKER)
 
 
+def test_without_the_mask_tokens_attend_across_documents(
+    config: RunConfig, vary: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    short = vary(config, steps=5)
+    masked = rehearse(short, tmp_path / "masked")
+    across = rehearse(vary(short, **{"data.document_mask": False}), tmp_path / "across")
+    assert masked.digests["weights/embedding.weight"] != across.digests["weights/embedding.weight"]
+
+
 def assert_same_run(one: Rehearsed, other: Rehearsed, folder_one: Path, folder_other: Path) -> None:
     """Weights, moments, counters and every surviving row: losses, norms, evaluations, sample digests."""
     assert one.digests == other.digests
@@ -69,7 +78,9 @@ def test_what_the_excluded_documents_hold_makes_no_difference(
     changed = with_shards(untied, data, tmp_path / "changed")
     for source in changed.data.sources:
         assert isinstance(source.documents, Shards)
-        overwrite(Path(source.documents.path), script.exclude[0], NAN_MAKER if replacement == "NaN makers" else ord("z"))
+        overwrite(
+            Path(source.documents.path), script.exclude[0], NAN_MAKER if replacement == "NaN makers" else ord("z")
+        )
     one = rehearse(original, tmp_path / "one", script)
     other = rehearse(changed, tmp_path / "other", script)
     assert (tmp_path / "one" / "attempts" / "0001" / "metrics.jsonl").read_bytes() != (

@@ -23,10 +23,14 @@ SHOWN = 3
 
 def main(argv: Sequence[str]) -> int:
     """Run one ``surefoot data`` command."""
-    parser = argparse.ArgumentParser(prog="surefoot data", description="Builds, shows and audits token shards.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="surefoot data", description="Builds, shows and audits token shards.", allow_abbrev=False
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     build = actions.add_parser(
-        "build", help="build the shards of a recipe's sources", usage="surefoot data build RECIPE [--config FILE] [--key value ...]"
+        "build",
+        help="build the shards of a recipe's sources",
+        usage="surefoot data build RECIPE [--config FILE] [--key value ...]",
     )
     look = actions.add_parser(
         "inspect",
@@ -67,10 +71,12 @@ def build_data(config: RunConfig, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
-        print(f"data {prepared.fingerprint}, tokenizer {prepared.tokenizer_fingerprint[:16]} with {prepared.vocab_size:,} tokens")
+        print(
+            f"data {prepared.fingerprint}, tokenizer {prepared.tokenizer_fingerprint[:16]} with {prepared.vocab_size:,} tokens"
+        )
         for source in prepared.sources:
             print(f"{source.name}: {source.train.parent}")
-        print("use a folder elsewhere as --data.sources.N.documents '{kind = \"shards\", path = \"FOLDER\"}'")
+        print('use a folder elsewhere as --data.sources.N.documents \'{kind = "shards", path = "FOLDER"}\'')
     return exit_codes.DONE
 
 
@@ -104,7 +110,9 @@ def inspect_data(config: RunConfig, batch_index: int | None, *, as_json: bool) -
         print(json.dumps({"fingerprint": prepared.fingerprint, "splits": sides, "batch": shown}, indent=2))
         return exit_codes.DONE
     print(f"data {prepared.fingerprint}")
-    print(f"{'source':12} {'side':6} {'documents':>10} {'tokens':>14} {'bytes':>14} {'bytes/token':>12} {'rows/epoch':>11}")
+    print(
+        f"{'source':12} {'side':6} {'documents':>10} {'tokens':>14} {'bytes':>14} {'bytes/token':>12} {'rows/epoch':>11}"
+    )
     for row in sides:
         rows = f"{row['rows_per_epoch']:,}" if row["rows_per_epoch"] else ""
         print(
@@ -142,14 +150,20 @@ def audit_run(folder: Path, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(dataclasses.asdict(found) | {"ok": found.ok}, indent=2))
         return exit_codes.DONE if found.ok else exit_codes.DATA
-    print(f"{found.num_batches:,} batches, {found.num_samples:,} samples, recomputed from the config and compared with the rows")
+    print(
+        f"{found.num_batches:,} batches, {found.num_samples:,} samples, recomputed from the config and compared with the rows"
+    )
     for source in found.sources:
-        print(f"  {source.name}: {source.rows_consumed:,} of {source.rows_per_epoch:,} rows per epoch, {source.epochs:.2f} epochs")
+        print(
+            f"  {source.name}: {source.rows_consumed:,} of {source.rows_per_epoch:,} rows per epoch, {source.epochs:.2f} epochs"
+        )
     print(f"skipped batches: {', '.join(map(str, found.skipped_batches)) or 'none'}")
     print(f"excluded documents: {', '.join(found.excluded_documents) or 'none'}")
     for mistake in found.mistakes:
         print(mistake, file=sys.stderr)
-    print("every sample was consumed exactly once per epoch" if found.ok else f"{len(found.mistakes)} mistakes, see above")
+    print(
+        "every sample was consumed exactly once per epoch" if found.ok else f"{len(found.mistakes)} mistakes, see above"
+    )
     return exit_codes.DONE if found.ok else exit_codes.DATA
 
 
@@ -166,14 +180,17 @@ def _batch(loader: "Loader", tokenizer: "Tokenizer", batch_index: int) -> dict[s
         }
         if at < SHOWN:
             entry["text"] = [
-                tokenizer.decode(batch.tokens_BT[at, span.offset : span.offset + span.stop - span.start].tolist()) for span in spans
+                tokenizer.decode(batch.tokens_BT[at, span.offset : span.offset + span.stop - span.start].tolist())
+                for span in spans
             ]
         rows.append(entry)
     return {"batch_index": batch_index, "digest": batch.digest, "num_targets": batch.num_targets, "rows": rows}
 
 
 def _print_batch(shown: dict[str, Any]) -> None:
-    print(f"\nbatch {shown['batch_index']}: {len(shown['rows'])} rows, {shown['num_targets']:,} targets, digest {shown['digest']}")
+    print(
+        f"\nbatch {shown['batch_index']}: {len(shown['rows'])} rows, {shown['num_targets']:,} targets, digest {shown['digest']}"
+    )
     for row in shown["rows"]:
         names = ", ".join(f"{span['document']}[{span['start']}:{span['stop']}]" for span in row["documents"][:SHOWN])
         more = f" and {len(row['documents']) - SHOWN} more" if len(row["documents"]) > SHOWN else ""

@@ -23,7 +23,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("parent", metavar="RUN", type=Path, help="the run folder to start from")
     parser.add_argument("--at", metavar="STEP", type=int, required=True, help="step of the checkpoint")
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="sets", help="a changed setting; repeat it")
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], dest="sets", help="a changed setting; repeat it"
+    )
     parser.add_argument("--run", metavar="DIR", type=Path, help="folder of the fork (default: beside the parent)")
     parser.add_argument("--fresh", action="store_true", help="start the fork over: its old folder is moved aside")
     parser.add_argument("--json", action="store_true", help="facts as JSON on standard output")
@@ -33,7 +35,9 @@ def main(argv: Sequence[str]) -> int:
     config = resolve(before, [], flags(args.sets))
     checkpoint = find_checkpoint(parent, args.at)
     if config.steps <= checkpoint.step:
-        raise ConfigError([f"steps={config.steps}: the fork starts at step {checkpoint.step}; give it more with --set steps=N"])
+        raise ConfigError(
+            [f"steps={config.steps}: the fork starts at step {checkpoint.step}; give it more with --set steps=N"]
+        )
     folder = args.run or args.parent.with_name(f"{parent.name}-at-{checkpoint.step:06d}-{fingerprint(config)[:6]}")
     from surefoot.cli.session import run_to_end, say_finished
     from surefoot.cli.train import move_aside_once

@@ -17,7 +17,9 @@ LAST = 10
 
 def main(argv: Sequence[str]) -> int:
     """Run one ``surefoot runs`` command."""
-    parser = argparse.ArgumentParser(prog="surefoot runs", description="Lists, shows and compares runs.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="surefoot runs", description="Lists, shows and compares runs.", allow_abbrev=False
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     every = actions.add_parser("list", help="all runs in a folder", allow_abbrev=False)
     every.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="default: runs")
@@ -74,9 +76,17 @@ def show_diff(a: Run, b: Run, *, as_json: bool) -> int:
     found = compare(a, b)
     first = found.first_difference
     if as_json:
-        difference = None if first is None else {"batch_index": first.batch_index, "name": first.name, "a": first.left, "b": first.right}
+        difference = (
+            None
+            if first is None
+            else {"batch_index": first.batch_index, "name": first.name, "a": first.left, "b": first.right}
+        )
         config = [{"key": key, "a": left, "b": right} for key, left, right in found.config]
-        print(json.dumps({"same": found.same, "config": config, "first_difference": difference, "rows": found.rows}, indent=2))
+        print(
+            json.dumps(
+                {"same": found.same, "config": config, "first_difference": difference, "rows": found.rows}, indent=2
+            )
+        )
         return exit_codes.DONE
     for key, left, right in found.config:
         print(f"{key}: {left} -> {right}")

@@ -38,9 +38,7 @@ def main(argv: Sequence[str]) -> int:
     from surefoot.train.restored import open_model
 
     model = open_model(args.run, args.at)
-    text = model.continue_text(
-        args.prompt, args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
-    )
+    text = model.continue_text(args.prompt, args.tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
     if args.json:
         print(json.dumps({"checkpoint": model.checkpoint, "prompt": args.prompt, "continuation": text}))
     else:

@@ -15,6 +15,7 @@ from surefoot.monitor.run import Run
 from surefoot.monitor.sentences import sentence
 from surefoot.monitor.summary import summarise
 from surefoot.monitor.trackers import Tracker, open_trackers
+from surefoot.monitor.wording import several
 
 if TYPE_CHECKING:
     from surefoot.train.run import ForkOf, OpenRun
@@ -153,7 +154,7 @@ def run_facts(run: "OpenRun") -> RunFacts:
     rows = starts.rows_of(0)
     model = config.model
     device = run.setup.world.device.type
-    where = f"{torch.get_num_threads()} threads" if device == "cpu" else f"{torch.cuda.get_device_name()}"
+    where = several(torch.get_num_threads(), "thread") if device == "cpu" else f"{torch.cuda.get_device_name()}"
     ranks = f"{run.setup.world.size} ranks ({config.parallel.data_parallel}), " if run.setup.world.size > 1 else ""
     return RunFacts(
         recipe=config.recipe,

@@ -70,4 +70,6 @@ def judge(state: GuardState, signals: StepSignals, config: GuardConfig) -> Verdi
 
 
 def _what_is_not_finite(signals: StepSignals) -> str:
-    return f"batch {signals.batch_index}: loss {signals.loss:.4g}, gradient norm {signals.gradient_norm:.4g}, not finite"
+    return (
+        f"batch {signals.batch_index}: loss {signals.loss:.4g}, gradient norm {signals.gradient_norm:.4g}, not finite"
+    )

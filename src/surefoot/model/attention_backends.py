@@ -11,7 +11,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 QUERY_BLOCK = 64
-"""Queries whose scores the eager kernel holds at once; smaller skips more of the keys they cannot see, larger has bigger products."""
+"""Fewest queries whose scores the eager kernel holds at once; smaller skips more of the keys they cannot see, larger has bigger products."""
+MAX_BLOCKS = 8
+"""Most blocks a row is cut into: the gradient of keys and values is summed over blocks in the dtype of the queries, one rounding each."""
 
 
 class AttentionBackend(Protocol):
@@ -57,8 +59,9 @@ class _BlockedAttention(torch.autograd.Function):
         k, v = _heads_first(k_BSKH, kv_heads)[:, 0], _heads_first(v_BSKH, kv_heads)[:, 0]
         out = torch.empty_like(q)
         kept = []
-        for start in range(0, tokens, QUERY_BLOCK):
-            stop = min(start + QUERY_BLOCK, tokens)
+        step = max(QUERY_BLOCK, -(-tokens // MAX_BLOCKS))
+        for start in range(0, tokens, step):
+            stop = min(start + step, tokens)
             q_block = q[:, :, start:stop].flatten(1, 2)
             scores = torch.bmm(q_block, k[:, :stop].transpose(1, 2))
             scores.view(rows, heads, stop - start, stop).add_(mask[:, :, start:stop, :stop])
@@ -73,20 +76,19 @@ class _BlockedAttention(torch.autograd.Function):
         q, k, v, *kept = ctx.saved_tensors
         rows = grad_BTNH.shape[0]
         grad = _heads_first(grad_BTNH, k.shape[0] // rows)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        for block, weights in enumerate(kept):
-            start, stop = block * QUERY_BLOCK, weights.shape[2]
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        start = 0
+        for weights in kept:
+            stop = weights.shape[2]
             q_block, grad_block = q[:, :, start:stop].flatten(1, 2), grad[:, :, start:stop].flatten(1, 2)
             grad_weights = torch.bmm(grad_block, v[:, :stop].transpose(1, 2))
             grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
             grad_q[:, :, start:stop] = torch.bmm(grad_scores, k[:, :stop]).view_as(grad_q[:, :, start:stop])
-            # over blocks in fp32: many small roundings would add up for the first keys, which every block sees
             grad_k[:, :stop] += torch.bmm(grad_scores.transpose(1, 2), q_block)
             grad_v[:, :stop] += torch.bmm(weights.transpose(1, 2), grad_block)
+            start = stop
         grad_q = _heads_last(grad_q.mul_(q.shape[-1] ** -0.5), rows)
-        grad_k, grad_v = (_heads_last(x.to(q.dtype)[:, None], rows) for x in (grad_k, grad_v))
-        return grad_q, grad_k, grad_v, None
+        return grad_q, _heads_last(grad_k[:, None], rows), _heads_last(grad_v[:, None], rows), None
 
 
 def _heads_first(x_BTNH: Tensor, kv_heads: int) -> Tensor:

@@ -95,24 +95,25 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, custom: CustomCount | None =
 
 
 def activation_bytes(cfg: ModelConfig, rows: int, seq_len: int, element_bytes: int) -> int:
-    """Estimate of what one forward of ``rows`` x ``seq_len`` tokens keeps for its backward, in bytes.
+    """Estimate of what one forward of ``rows`` x ``seq_len`` tokens keeps for its backward, and of its largest chunk of logits, in bytes.
 
-    Counted are the inputs of every product, norm and gate, the attention weights of the eager backend (a block of queries keeps only the
-    keys it can see, on average half), and the largest chunk of logits with its gradient. Built-in parts only: a Custom part counts as nothing.
+    As the CPU keeps it: the inputs of every product and gate, two fp32 copies for a norm, the weights of the eager attention (which keeps
+    the keys a block of queries can see), the gradients of the loss. Built-in parts only: a Custom part counts as nothing.
     """
-    tokens = rows * seq_len
-    norms = 2 * 2 * cfg.d_model + 2 * cfg.d_model
-    attention = feed_forward = 0
+    tokens, wide = rows * seq_len, max(4, element_bytes)
+    per_token = 2 * cfg.d_model * (2 * wide + element_bytes)
     if isinstance(cfg.attention, GroupedQueryAttention):
         part = cfg.attention
-        width = part.d_head * (2 * part.num_heads + 2 * part.num_kv_heads)
-        attention = (2 * width if part.qk_norm else width) + part.num_heads * (seq_len + 1) // 2
+        queries_keys = part.d_head * (part.num_heads + part.num_kv_heads)
+        visible = (seq_len + min(seq_len, max(64, seq_len // 8))) / 2
+        per_token += 2 * queries_keys * element_bytes + round(part.num_heads * visible) * element_bytes
+        per_token += 2 * queries_keys * wide if part.qk_norm else 0
     if isinstance(cfg.feed_forward, SwiGLU):
-        feed_forward = 4 * cfg.feed_forward.d_ff
-    layers = cfg.num_layers * tokens * (norms + attention + feed_forward) * element_bytes
-    chunk = min(tokens, cfg.loss.chunk_tokens) * cfg.vocab_size * (4 + 2 * element_bytes)
-    head = 2 * tokens * cfg.d_model * element_bytes + cfg.vocab_size * cfg.d_model * (4 + element_bytes)
-    return layers + chunk + head
+        per_token += 4 * cfg.feed_forward.d_ff * element_bytes
+    layers = cfg.num_layers * tokens * per_token
+    norm = tokens * cfg.d_model * 2 * wide
+    loss = tokens * cfg.d_model * element_bytes + cfg.vocab_size * cfg.d_model * wide
+    return layers + norm + loss + min(tokens, cfg.loss.chunk_tokens) * cfg.vocab_size * element_bytes
 
 
 def state_bytes(cfg: ModelConfig, custom: CustomCount | None = None, *, element_bytes: int = 4) -> int:

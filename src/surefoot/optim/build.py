@@ -9,7 +9,9 @@ from surefoot.config.optim import OptimConfig
 from surefoot.model.parametrization import ROLES, Role
 
 
-def build_optimizer(parameters: Mapping[str, nn.Parameter], roles: Mapping[str, Role], config: OptimConfig) -> torch.optim.AdamW:
+def build_optimizer(
+    parameters: Mapping[str, nn.Parameter], roles: Mapping[str, Role], config: OptimConfig
+) -> torch.optim.AdamW:
     """Fused AdamW over parameters by name, one group that decays and one that does not, by the table of roles.
 
     Moments are created at once, in the dtype of the parameters, so that they exist (as zeros) before the first step and after a skipped one.
@@ -18,7 +20,9 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], roles: Mapping[str, 
     settings = config.optimizer
     missing = sorted(set(parameters) - set(roles))
     if missing:
-        raise ValueError(f"no role for parameter {missing[0]!r}: declare it in the part's roles(), or it would not train as it should")
+        raise ValueError(
+            f"no role for parameter {missing[0]!r}: declare it in the part's roles(), or it would not train as it should"
+        )
     decayed = [p for name, p in parameters.items() if ROLES[roles[name]].decays]
     kept = [p for name, p in parameters.items() if not ROLES[roles[name]].decays]
     groups = [
@@ -56,9 +60,7 @@ def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
         state["step"].fill_(step)
 
 
-def apply_update(
-    optimizer: torch.optim.Optimizer, *, lr: float, scale: Tensor, skip: Tensor, gated: bool
-) -> None:
+def apply_update(optimizer: torch.optim.Optimizer, *, lr: float, scale: Tensor, skip: Tensor, gated: bool) -> None:
     """One optimiser step with clipping folded in, or none at all.
 
     ``scale`` (scalar): gradients are divided by it. ``skip`` (scalar bool): leave weights, moments and step counts untouched to the bit.

@@ -2,22 +2,24 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from surefoot.model.loss import LossSums
 
 
-class MicroBatch(Protocol):
-    """Rows of one forward and backward, on the device. All (B, T) integers."""
+class MicroBatch(NamedTuple):
+    """Rows of one forward and backward, on the device, in the order the model takes them. All (B, T) integers."""
 
     tokens_BT: Tensor
     positions_BT: Tensor
-    documents_BT: Tensor
+    documents_BT: Tensor | None
+    """None where tokens attend across documents."""
     targets_BT: Tensor
 
 
@@ -39,8 +41,8 @@ class PlainForwardBackward:
         sums: list[LossSums] = []
         for index, micro in enumerate(micro_batches):
             with _reducing(self.forward, last=index == len(micro_batches) - 1):
-                parts: LossSums = self.forward(micro.tokens_BT, micro.positions_BT, micro.documents_BT, micro.targets_BT)
-                (parts.objective / num_targets).backward()
+                parts: LossSums = self.forward(*micro)
+                torch.autograd.backward(parts.objective / num_targets)
             sums.append(parts)
         return sums
 
@@ -55,7 +57,7 @@ def _reducing(forward: nn.Module, *, last: bool) -> AbstractContextManager[None]
     return nullcontext()
 
 
-def sum_hook(group: torch.distributed.ProcessGroup, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+def sum_hook(group: torch.distributed.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """DDP's reduction as a plain sum: every loss is already divided by its global count, so an average would be wrong."""
     work = torch.distributed.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None

@@ -11,7 +11,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from surefoot.parallel.mesh import World
 
 
-def shard_parameters(model: nn.Module, blocks: nn.ModuleList, world: World, compute: torch.dtype, reduce: torch.dtype) -> None:
+def shard_parameters(
+    model: nn.Module, blocks: nn.ModuleList, world: World, compute: torch.dtype, reduce: torch.dtype
+) -> None:
     """Shard every block and then the rest over the ranks (FSDP2), in place.
 
     Gradients are summed, not averaged: every loss is already divided by its global count. gloo has no pre-multiplied sum, hence the
@@ -27,7 +29,9 @@ def shard_parameters(model: nn.Module, blocks: nn.ModuleList, world: World, comp
             module.set_force_sum_reduction_for_comms(True)
 
 
-def fill_parameters(parameters: Mapping[str, nn.Parameter], draw: Callable[[str, torch.Size, torch.dtype], Tensor]) -> None:
+def fill_parameters(
+    parameters: Mapping[str, nn.Parameter], draw: Callable[[str, torch.Size, torch.dtype], Tensor]
+) -> None:
     """Give every parameter its initial values: ``draw(name, shape, dtype)`` makes the full tensor, a shard keeps its slice.
 
     The draw depends on the name alone, so no layout changes it, and no collective is needed.

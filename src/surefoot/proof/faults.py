@@ -35,13 +35,17 @@ class NaNGradients:
         return sums
 
 
-def with_nan_gradients(setup: Setup, state: TrainState, batches: Collection[int], ranks: Collection[int] = (0,)) -> Setup:
+def with_nan_gradients(
+    setup: Setup, state: TrainState, batches: Collection[int], ranks: Collection[int] = (0,)
+) -> Setup:
     """The setup, with NaN gradients in these batches on these ranks."""
     faulty = NaNGradients(setup.forward_backward, state, batches, setup.world.rank, ranks)
     return dataclasses.replace(setup, forward_backward=faulty)
 
 
-def with_nan_activations(setup: Setup, state: TrainState, batches: Collection[int], ranks: Collection[int] = (0,)) -> None:
+def with_nan_activations(
+    setup: Setup, state: TrainState, batches: Collection[int], ranks: Collection[int] = (0,)
+) -> None:
     """From now on the embedding's output is NaN in these batches on these ranks, so that loss and gradients are, by the model's own path."""
 
     def spoil(module: nn.Module, inputs: object, output: Tensor) -> Tensor | None:

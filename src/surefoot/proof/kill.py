@@ -149,10 +149,16 @@ def differences(unkilled: Path, killed: Path, loader: Loader) -> list[str]:
     found = compare(one, other)
     problems = [] if found.same else [f"{killed.name}: rows differ: {found.first_difference}"]
     ends = [run.ledger.finish for run in (one, other)]
-    if ends[0] is None or ends[1] is None or any(ends[0][key] != ends[1][key] for key in ("digest", "step", "batch_index")):
+    if (
+        ends[0] is None
+        or ends[1] is None
+        or any(ends[0][key] != ends[1][key] for key in ("digest", "step", "batch_index"))
+    ):
         problems.append(f"{killed.name}: the end differs: {ends}")
     consumed = [
-        ConsumedBatch(row["batch_index"], row["sample_digest"], tuple(row.get("excluded", ())), bool(row.get("skipped")))
+        ConsumedBatch(
+            row["batch_index"], row["sample_digest"], tuple(row.get("excluded", ())), bool(row.get("skipped"))
+        )
         for row in other.rows
     ]
     return problems + list(audit(consumed, loader, other.ledger.exclusions).mistakes)
@@ -241,7 +247,9 @@ def main() -> int:
             continue
         with tempfile.TemporaryDirectory() as folder:
             cell = run_cell(seed, args.per_cell, Path(folder))
-        facts = dataclasses.asdict(cell) | {"command": " ".join([Path(sys.executable).name, "-m", "surefoot.proof.kill", *sys.argv[1:]])}
+        facts = dataclasses.asdict(cell) | {
+            "command": " ".join([Path(sys.executable).name, "-m", "surefoot.proof.kill", *sys.argv[1:]])
+        }
         result.write_text(json.dumps(facts | {"commit": commit_of(), "torch": torch.__version__}, indent=1) + "\n")
         print(f"cell {seed}: {cell.kills} kills, {cell.in_save} in a save, same end: {cell.same}", flush=True)
     text = table(args.out)
@@ -267,7 +275,9 @@ def table(folder: Path) -> str:
         for c in cells
     ]
     sums = {key: sum(c[key] for c in cells) for key in keys}
-    lines.append(f"| all | {' | '.join(str(sums[key]) for key in keys)} | {'yes' if all(c['same'] for c in cells) else 'NO'} | |")
+    lines.append(
+        f"| all | {' | '.join(str(sums[key]) for key in keys)} | {'yes' if all(c['same'] for c in cells) else 'NO'} | |"
+    )
     return "\n".join(lines) + "\n"
 
 

@@ -31,10 +31,54 @@ from surefoot.train.keeping import Keeping
 from surefoot.train.loop import train
 from surefoot.train.run import open_run
 
-WORDS = (
-    "the step holds when the ground moves and what was lost is counted before it is mended so that a run which fell "
-    "stands where it would have stood had it never fallen and every row it read is read once and none is read twice"
-).split()
+WORDS = [
+    "the",
+    "step",
+    "holds",
+    "when",
+    "the",
+    "ground",
+    "moves",
+    "and",
+    "what",
+    "was",
+    "lost",
+    "is",
+    "counted",
+    "before",
+    "it",
+    "is",
+    "mended",
+    "so",
+    "that",
+    "a",
+    "run",
+    "which",
+    "fell",
+    "stands",
+    "where",
+    "it",
+    "would",
+    "have",
+    "stood",
+    "had",
+    "it",
+    "never",
+    "fallen",
+    "and",
+    "every",
+    "row",
+    "it",
+    "read",
+    "is",
+    "read",
+    "once",
+    "and",
+    "none",
+    "is",
+    "read",
+    "twice",
+]
 
 
 def write_corpus(folder: Path, *, documents: int = 40, seed: int = 0) -> None:

@@ -35,7 +35,7 @@ from surefoot.train.staging import Piece, Staging
 from surefoot.train.unpickle import read_metadata
 
 _BACKGROUND_NICENESS = 10
-"""The writing thread yields the processor to training, where the system knows priorities of threads (Linux)."""
+"""How much nicer the writing thread is than training, where the system knows priorities of threads (Linux)."""
 
 
 class PendingSave:
@@ -66,7 +66,9 @@ class PendingSave:
     def _run_in_background(self) -> None:
         if sys.platform == "linux":
             with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
+                thread = threading.get_native_id()
+                nice = os.getpriority(os.PRIO_PROCESS, thread) + _BACKGROUND_NICENESS
+                os.setpriority(os.PRIO_PROCESS, thread, min(nice, 19))
         self._run()
 
     def _run(self) -> None:

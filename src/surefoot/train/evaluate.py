@@ -4,15 +4,16 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from surefoot.config.run import RunConfig
 from surefoot.data.errors import DataError
-from surefoot.data.loader import Batch, EvalRows, Loader
+from surefoot.data.loader import EvalRows, Loader
 from surefoot.data.prepared import PreparedData
 from surefoot.model.loss import LossSums
 from surefoot.parallel.reduce import sum_over_ranks
 from surefoot.train.setup import Setup
+from surefoot.train.step import on_device
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def evaluate(model: nn.Module, setup: Setup, held_out: EvalRows, num_rows: int) 
         # Every rank runs every round, on rows of the first round where none is left, since a sharded forward is collective.
         begin = start + world.rank * size
         mine = held_out.rows(begin, min(begin + size, rows)) if begin < rows else held_out.rows(0, 1)
-        sums = _losses(model, mine.batch, world.device)
+        with torch.no_grad():
+            sums: LossSums = model(*on_device(mine.batch, setup))
         if begin < rows:
             nats += float(sums.ce_sum)
             targets += mine.batch.num_targets
@@ -86,11 +88,3 @@ def cadence_metrics(model: nn.Module, setup: Setup, data: TrainingData) -> dict[
         metrics[f"eval/{held_out.name}/loss"] = result.loss
         metrics[f"eval/{held_out.name}/bits_per_byte"] = result.bits_per_byte
     return metrics
-
-
-@torch.no_grad()
-def _losses(model: nn.Module, batch: Batch, device: torch.device) -> LossSums:
-    arrays = (batch.tokens_BT, batch.positions_BT, batch.documents_BT, batch.targets_BT)
-    tensors: list[Tensor] = [torch.from_numpy(array).to(device) for array in arrays]
-    sums: LossSums = model(*tensors)
-    return sums

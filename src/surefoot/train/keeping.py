@@ -108,7 +108,13 @@ class Keeping:
             return time.perf_counter() - begun
         tensors = state.tensors()
         digest = combine(digest_tensors(tensors))
-        row = {"name": name, "step": state.step, "batch_index": state.batch_index, "attempt": self.ledger.attempt, "digest": digest}
+        row = {
+            "name": name,
+            "step": state.step,
+            "batch_index": state.batch_index,
+            "attempt": self.ledger.attempt,
+            "digest": digest,
+        }
         record = {
             "config": to_dict(self.config),
             "counters": state.counters(),
@@ -146,7 +152,9 @@ class Keeping:
             pending.wait()
         except CheckpointError as error:
             if self.world.leads:
-                text = f"{row['name']} was not written: {error}; training goes on, the checkpoint before it is untouched"
+                text = (
+                    f"{row['name']} was not written: {error}; training goes on, the checkpoint before it is untouched"
+                )
                 self.notify("warning", {"text": text})
             return
         self.record("checkpoint", **row)
@@ -165,7 +173,9 @@ class Keeping:
             if not problems:
                 return checkpoint
             if self.world.leads:
-                self.notify("warning", {"text": f"{checkpoint.name} is refused: {problems[0]}; trying the one before it"})
+                self.notify(
+                    "warning", {"text": f"{checkpoint.name} is refused: {problems[0]}; trying the one before it"}
+                )
         return None
 
     def load(self, name: str, state: TrainState) -> dict[str, Any]:

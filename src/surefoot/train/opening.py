@@ -18,7 +18,6 @@ from surefoot.train.checkpoint_match import read_record
 from surefoot.train.keeping import Keeping
 from surefoot.train.state import TrainState
 
-
 FORKED = "fork-"
 """Prefix of the parent's checkpoint in a fork's folder."""
 
@@ -88,7 +87,12 @@ def _recorded(folder: Path, keeping: Keeping) -> dict[str, Any] | None:
 
 
 def begin_fork(
-    state: TrainState, keeping: Keeping, source: Path, checkpoint: Checkpoint, parent: Path, changes: Sequence[tuple[str, str, str]]
+    state: TrainState,
+    keeping: Keeping,
+    source: Path,
+    checkpoint: Checkpoint,
+    parent: Path,
+    changes: Sequence[tuple[str, str, str]],
 ) -> str:
     """Begin a fork: lineage in the ledger, the parent's checkpoint copied so that the fork stands alone, its state restored.
 
@@ -110,7 +114,9 @@ def begin_fork(
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(source, partial)
         partial.rename(keeping.path(name))
-    keeping.open_attempt("fork", from_step=checkpoint.step, from_batch=checkpoint.batch_index, checkpoint=checkpoint.name)
+    keeping.open_attempt(
+        "fork", from_step=checkpoint.step, from_batch=checkpoint.batch_index, checkpoint=checkpoint.name
+    )
     keeping.record(
         "checkpoint",
         name=name,

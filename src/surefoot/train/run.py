@@ -91,7 +91,13 @@ def open_run(
         snapshot_gib = check_budget(state.tensors(), config.guard.snapshots, config.guard.snapshot_budget_gib)
         provenance = {"data_fingerprint": prepared.fingerprint, "tokenizer_fingerprint": prepared.tokenizer_fingerprint}
         keeping = Keeping(
-            config=config, world=world, folder=folder, store=store, notify=notify, provenance=provenance, save_group=own_group()
+            config=config,
+            world=world,
+            folder=folder,
+            store=store,
+            notify=notify,
+            provenance=provenance,
+            save_group=own_group(),
         )
         if store:
             write_down(store, config, prepared, world, say, resumed=before is not None)
@@ -132,7 +138,7 @@ def settle(config: RunConfig, before: RunConfig | None, world: World) -> RunConf
         answer = before.parallel.compile if before else ("on" if compiles(parallel) else "off")
         parallel = dataclasses.replace(parallel, compile=answer)
     if parallel.device == "auto":
-        parallel = dataclasses.replace(parallel, device=world.device.type)
+        parallel = dataclasses.replace(parallel, device="cuda" if world.device.type == "cuda" else "cpu")
     return dataclasses.replace(config, parallel=parallel)
 
 
@@ -145,7 +151,13 @@ def prepare_together(config: RunConfig, world: World, progress: Progress | None)
 
 
 def write_down(
-    store: RunStore, config: RunConfig, prepared: PreparedData, world: World, say: Callable[[str], None], *, resumed: bool
+    store: RunStore,
+    config: RunConfig,
+    prepared: PreparedData,
+    world: World,
+    say: Callable[[str], None],
+    *,
+    resumed: bool,
 ) -> None:
     """config.toml, env.json and a copy of the tokenizer; what changed in the environment since the last start is said."""
     prints = {"data_fingerprint": prepared.fingerprint, "tokenizer_fingerprint": prepared.tokenizer_fingerprint}

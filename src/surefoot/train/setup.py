@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 from torch import Tensor
@@ -49,10 +49,12 @@ def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple
     ``config.parallel.precision`` must be resolved. Raises ValueError when the batch does not divide over the ranks.
     """
     if config.parallel.precision not in get_args(Precision):
-        raise ValueError(f"parallel.precision={config.parallel.precision} must be resolved before set_up: one of {get_args(Precision)}")
+        raise ValueError(
+            f"parallel.precision={config.parallel.precision} must be resolved before set_up: one of {get_args(Precision)}"
+        )
     check_rows(config, world.size)
     set_determinism(config)
-    compute = compute_dtype(config.parallel.precision)
+    compute = compute_dtype(cast(Precision, config.parallel.precision))
     with torch.device("meta"):
         model = Transformer(config.model, compute)
     by_name = roles(model)
@@ -103,7 +105,7 @@ def set_determinism(config: RunConfig) -> None:
         os.environ.setdefault("NCCL_ALGO", "Ring")
     torch.use_deterministic_algorithms(strict)
     # Filling fresh memory would only hide a read of it, at the price of one pass over every buffer.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     # DDP looks for unused parameters only so that its buckets keep their order; that all are used is as it should be.
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")

@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -11,22 +13,13 @@ from surefoot.guard.signals import StepSignals
 from surefoot.optim.build import apply_update
 from surefoot.optim.clip import clip_scale, squared_norm_share
 from surefoot.optim.schedule import lr_at
+from surefoot.parallel.forward_backward import MicroBatch
 from surefoot.parallel.reduce import max_over_ranks, sum_over_ranks
 from surefoot.train.setup import Setup
 from surefoot.train.state import TrainState
 
 SMOOTHING = 0.98
 """Weight of the past in the smoothed loss: a span of about 50 steps."""
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Rows of one forward and backward, on the device; (B, T) integers."""
-
-    tokens_BT: Tensor
-    positions_BT: Tensor
-    documents_BT: Tensor
-    targets_BT: Tensor
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,9 @@ def train_step(state: TrainState, batch: Batch, setup: Setup, *, stop_asked: boo
         state.optimizer, lr=lr, scale=clip_scale(norm, config.optim.clip_norm), skip=skip, gated=config.optim.gated
     )
 
-    gradient_norm, ce_sum, z_sum, lse_sum, lse_top, skipped = torch.stack([norm, *total[1:4], lse_max[0], skip.double()]).tolist()
+    gradient_norm, ce_sum, z_sum, lse_sum, lse_top, skipped = torch.stack(
+        [norm, *total[1:4], lse_max[0], skip.double()]
+    ).tolist()
     loss = ce_sum / num_targets
     if not skipped:
         state.step += 1
@@ -95,11 +90,19 @@ def train_step(state: TrainState, batch: Batch, setup: Setup, *, stop_asked: boo
 
 def split(batch: Batch, setup: Setup) -> list[MicroBatch]:
     """This rank's rows as micro-batches on the device."""
-    arrays = (batch.tokens_BT, batch.positions_BT, batch.documents_BT, batch.targets_BT)
     rows = batch.tokens_BT.shape[0]
     size = setup.config.parallel.micro_batch_size or rows
-    tensors = [torch.from_numpy(a).to(setup.world.device, non_blocking=True) for a in arrays]
-    return [MicroBatch(*(t[start : start + size] for t in tensors)) for start in range(0, rows, size)]
+    return [on_device(batch, setup, slice(start, start + size)) for start in range(0, rows, size)]
+
+
+def on_device(batch: Batch, setup: Setup, rows: slice = slice(None)) -> MicroBatch:
+    """Some rows of a batch as the model takes them; document numbers only where they mask attention."""
+
+    def move(array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array[rows]).to(setup.world.device, non_blocking=True)
+
+    documents = move(batch.documents_BT) if setup.config.data.document_mask else None
+    return MicroBatch(move(batch.tokens_BT), move(batch.positions_BT), documents, move(batch.targets_BT))
 
 
 def smoothed(previous: float, loss: float, step: int) -> float:
@@ -114,5 +117,3 @@ def _nothing_to_learn(state: TrainState, batch: Batch, counts: list[float]) -> S
     )
     metrics = {"train/num_targets": 0.0, "train/tokens_excluded": counts[1], "train/skipped": 1.0}
     return StepOutcome(signals=signals, skipped=True, metrics=metrics, stop_asked=counts[2] > 0)
-
-

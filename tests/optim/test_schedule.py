@@ -1,0 +1,51 @@
+"""Learning rates are closed forms of the step."""
+
+import itertools
+import math
+
+import pytest
+
+from surefoot.config.optim import WSD, Constant, Cosine, Linear, OptimConfig
+from surefoot.optim.schedule import lr_at
+
+PEAK, WARMUP, STEPS = 2e-3, 10, 100
+
+
+def rates(schedule: Constant | Cosine | Linear | WSD, warmup: int = WARMUP) -> list[float]:
+    config = OptimConfig(lr=PEAK, schedule=schedule, warmup_steps=warmup)
+    return [lr_at(step, config, STEPS) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("schedule", [Constant(), Cosine(), Linear(), WSD()])
+def test_warm_up_is_linear_moves_from_the_first_step_and_reaches_the_peak(schedule: Constant) -> None:
+    found = rates(schedule)
+    assert found[:WARMUP] == pytest.approx([PEAK * (step + 1) / WARMUP for step in range(WARMUP)])
+    assert max(found) == pytest.approx(PEAK)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "last"),
+    [(Constant(), PEAK), (Cosine(min_ratio=0.1), 0.1 * PEAK), (Linear(min_ratio=0.25), 0.25 * PEAK), (WSD(), 0.0)],
+)
+def test_the_last_step_has_the_final_ratio(schedule: Constant, last: float) -> None:
+    assert rates(schedule)[-1] == pytest.approx(last, abs=1e-12)
+    assert lr_at(STEPS + 50, OptimConfig(lr=PEAK, schedule=schedule, warmup_steps=WARMUP), STEPS) == pytest.approx(
+        last, abs=1e-12
+    )
+
+
+def test_cosine_is_half_a_period() -> None:
+    found = rates(Cosine(min_ratio=0.0), warmup=0)
+    assert found[49] == pytest.approx(PEAK / 2)
+    assert found[24] == pytest.approx(PEAK * 0.5 * (1 + math.cos(math.pi / 4)))
+
+
+def test_wsd_is_stable_until_its_last_fraction_and_then_falls_in_a_straight_line() -> None:
+    found = rates(WSD(decay_fraction=0.2, min_ratio=0.1))
+    assert found[WARMUP:80] == pytest.approx([PEAK] * (80 - WARMUP))
+    falls = [a - b for a, b in itertools.pairwise(found)]
+    assert falls == pytest.approx([PEAK * 0.9 / 20] * 20)
+
+
+def test_no_warm_up_starts_at_the_peak() -> None:
+    assert rates(Constant(), warmup=0)[0] == PEAK
