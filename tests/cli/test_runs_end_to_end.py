@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -105,6 +106,10 @@ def test_a_run_trains_reports_and_says_how_it_went(shell: Shell, train: Callable
     }  # fmt: skip
 
     before = (shell.folder / "run" / "ledger.jsonl").read_bytes()
+    log = (shell.folder / "run" / "attempts" / "0001" / "logs" / "rank-00000.log").read_text()
+    assert "rank 0 of 1: starting" in log
+    assert "ended at step 24" in log
+
     assert train() == 0
     assert "is finished: nothing to do" in shell.err
     assert (shell.folder / "run" / "ledger.jsonl").read_bytes() == before
@@ -251,3 +256,39 @@ def test_build_and_inspect_show_what_a_batch_holds(shell: Shell, shared: Path) -
     assert len(shown["batch"]["digest"]) == 16
     assert shell("data", "inspect", *words, "--batch", "3") == 0
     assert "batch 3: 4 rows" in shell.out
+
+
+def test_a_changed_environment_is_announced_at_resume(shell: Shell, shared: Path) -> None:
+    words = ("train", "tiny", "--config", str(shared / "small.toml"), "--run", "run")
+    pid = shell.start(*words, "--steps", str(LONG))
+    shell.wait_for_step("run", 6)
+    os.kill(pid, signal.SIGTERM)
+    assert shell.end(pid) == 75
+    path = shell.folder / "run" / "env.json"
+    environment = json.loads(path.read_text())
+    assert environment["versions"].keys() >= {"torch", "numpy", "tokenizers"}
+    assert environment["threads"] == 1
+    path.write_text(json.dumps(environment | {"threads": 64}))
+    step = Run(shell.folder / "run").rows[-1]["step"]
+    assert shell(*words, "--steps", str(step + 2), "--allow-change", "steps") == 0
+    assert "threads was 64, is 1" in shell.err
+
+
+def test_two_ranks_train_under_torchrun(shell: Shell, shared: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    words = ["surefoot.cli.main", "--", "train", "tiny", "--config", str(shared / "small.toml"), "--run", "run"]
+    done = subprocess.run(
+        [*launch, *words, "--parallel.data_parallel", "fsdp"],
+        cwd=shell.folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks (fsdp)" in done.stderr
+    assert done.stdout.count("finished after step 24") == 1
+    logs = shell.folder / "run" / "attempts" / "0001" / "logs"
+    assert {path.name for path in logs.iterdir()} == {"rank-00000.log", "rank-00001.log"}
+    assert shell("data", "audit", "run") == 0

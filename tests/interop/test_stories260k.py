@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from surefoot.interop.huggingface import load_folder
 from surefoot.model.transformer import Transformer
@@ -17,9 +18,14 @@ SHARED = Path(os.environ.get("SUREFOOT_SHARED", Path(__file__).parents[3] / "sha
 MODEL = SHARED / "models" / "stories260K"
 STORIES = SHARED / "corpora" / "prose" / "tinystories_val.jsonl.gz"
 
-NATS_PER_TOKEN = 1.1974
-# the figure is published with four decimals
-NATS_TOLERANCE = 0.00005
+# The corpora's README gives 1.1974 on 150 documents without saying how they were cut. The first 150 documents, each with its BOS and cut to
+# the 512 tokens the model was trained on, give this figure, here and in transformers; README's would take some other cut (tried without a
+# match: limits of 16 to 512 tokens, mean over tokens or documents, with and without BOS and end, newlines kept, single, dropped or spaces).
+NATS_PER_TOKEN = 1.28659
+# fp32 sums in another order move the last digit
+NATS_TOLERANCE = 0.00002
+# fp32, five layers, measured 2e-7 per document
+HF_RELATIVE = 1e-5
 NUM_DOCUMENTS = 150
 MAX_TOKENS = 512
 BOS = 1
@@ -58,19 +64,44 @@ class ScoredTokenizer:
             ids[-i : -i + 2] = [union]
 
 
-@pytest.mark.skipif(not (MODEL.is_dir() and STORIES.is_file()), reason=f"no trained model in {MODEL}")
-def test_the_trained_model_has_its_published_loss_on_unseen_stories() -> None:
+present = pytest.mark.skipif(not (MODEL.is_dir() and STORIES.is_file()), reason=f"no trained model in {MODEL}")
+
+
+@pytest.fixture(scope="module")
+def stories() -> list[torch.Tensor]:
+    tokenizer = ScoredTokenizer(MODEL / "tok512.bin", 512)
+    with gzip.open(STORIES, "rt", encoding="utf-8") as lines:
+        texts = [json.loads(next(lines))["text"] for _ in range(NUM_DOCUMENTS)]
+    return [torch.tensor(tokenizer.encode(text)[:MAX_TOKENS])[None] for text in texts]
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
     cfg, state = load_folder(MODEL / "stories260K-hf")
     model = Transformer(cfg, torch.float32)
     model.load_state_dict(state)
-    tokenizer = ScoredTokenizer(MODEL / "tok512.bin", cfg.vocab_size)
-    with gzip.open(STORIES, "rt", encoding="utf-8") as lines:
-        stories = [json.loads(next(lines))["text"] for _ in range(NUM_DOCUMENTS)]
-    nats, count = 0.0, 0
+    return model
+
+
+def nats(model: Transformer, ids: torch.Tensor) -> float:
     with torch.no_grad():
-        for story in stories:
-            ids = torch.tensor(tokenizer.encode(story)[:MAX_TOKENS])[None]
-            sums = model(ids[:, :-1], torch.arange(ids.shape[1] - 1)[None], None, ids[:, 1:])
-            nats += float(sums.ce_sum)
-            count += ids.shape[1] - 1
-    assert abs(nats / count - NATS_PER_TOKEN) <= NATS_TOLERANCE
+        return float(model(ids[:, :-1], torch.arange(ids.shape[1] - 1)[None], None, ids[:, 1:]).ce_sum)
+
+
+@present
+def test_the_trained_model_has_its_loss_on_unseen_stories(model: Transformer, stories: list[torch.Tensor]) -> None:
+    count = sum(ids.shape[1] - 1 for ids in stories)
+    assert abs(sum(nats(model, ids) for ids in stories) / count - NATS_PER_TOKEN) <= NATS_TOLERANCE
+
+
+@present
+def test_the_trained_model_agrees_with_transformers_on_every_story(
+    model: Transformer, stories: list[torch.Tensor]
+) -> None:
+    theirs = LlamaForCausalLM.from_pretrained(MODEL / "stories260K-hf").eval()
+    for ids in stories[:10]:
+        with torch.no_grad():
+            reference = theirs(input_ids=ids, labels=ids, use_cache=False)
+            logits = model(ids, torch.arange(ids.shape[1])[None], None)
+        assert nats(model, ids) == pytest.approx(float(reference.loss) * (ids.shape[1] - 1), rel=HF_RELATIVE)
+        assert float((logits - reference.logits).norm() / reference.logits.norm()) <= HF_RELATIVE

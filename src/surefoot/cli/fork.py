@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from surefoot.cli import exit_codes
 from surefoot.config.codec import from_toml, resolve
@@ -10,8 +11,10 @@ from surefoot.config.diff import diff
 from surefoot.config.errors import ConfigError
 from surefoot.config.fingerprint import fingerprint
 from surefoot.config.run import RunConfig
-from surefoot.guard.ledger import Checkpoint
-from surefoot.monitor.run import Run
+
+if TYPE_CHECKING:  # help must answer at once, and reading runs takes numpy
+    from surefoot.guard.ledger import Checkpoint
+    from surefoot.monitor.run import Run
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,6 +33,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--fresh", action="store_true", help="start the fork over: its old folder is moved aside")
     parser.add_argument("--json", action="store_true", help="facts as JSON on standard output")
     args = parser.parse_args(argv)
+    from surefoot.monitor.run import Run
+
     parent = Run(args.parent)
     before = from_toml(RunConfig, args.parent / "config.toml")
     config = resolve(before, [], flags(args.sets))
@@ -60,7 +65,7 @@ def flags(sets: Sequence[str]) -> list[str]:
     return [f"--{word}" for word in sets]
 
 
-def find_checkpoint(parent: Run, step: int) -> Checkpoint:
+def find_checkpoint(parent: "Run", step: int) -> "Checkpoint":
     """The surviving checkpoint at a step. Raises ConfigError with the steps there are."""
     there = [c for c in parent.ledger.surviving_checkpoints() if (parent.folder / "checkpoints" / c.name).is_dir()]
     for checkpoint in reversed(there):

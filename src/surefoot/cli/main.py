@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    if words[:1] == ["--"]:  # torchrun needs it before flags of ours that look like the beginning of its own (--run)
+        del words[0]
     try:
         code = _dispatch(words)
         sys.stdout.flush()
@@ -43,6 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         code = exit_codes.code_of(error)
         print(_text(error, code), file=sys.stderr)
+    if "RANK" in os.environ and "torch" in sys.modules:
+        # A process group that something still refers to aborts an orderly exit (pytorch issue 190489), which torchrun would take for a fault.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     return code
 
 

@@ -4,12 +4,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from surefoot.cli import exit_codes
-from surefoot.monitor.compare import compare
-from surefoot.monitor.console import print_summary
-from surefoot.monitor.run import Run, list_runs
-from surefoot.monitor.summary import Summary, summarise
+
+if TYPE_CHECKING:  # help must answer at once, and reading runs takes numpy
+    from surefoot.monitor.run import Run
+    from surefoot.monitor.summary import Summary
 
 LAST = 10
 """Losses that ``show --json`` lists."""
@@ -31,6 +32,8 @@ def main(argv: Sequence[str]) -> int:
     for action in (every, one, two):
         action.add_argument("--json", action="store_true", help="JSON on standard output")
     args = parser.parse_args(argv)
+    from surefoot.monitor.run import Run
+
     if args.action == "list":
         return show_list(args.folder, as_json=args.json)
     if args.action == "show":
@@ -40,6 +43,9 @@ def main(argv: Sequence[str]) -> int:
 
 def show_list(folder: Path, *, as_json: bool) -> int:
     """A line per run."""
+    from surefoot.monitor.run import list_runs
+    from surefoot.monitor.summary import summarise
+
     found = [summarise(run) for run in list_runs(folder)]
     if as_json:
         print(json.dumps([summary.to_dict() for summary in found], indent=2))
@@ -52,8 +58,11 @@ def show_list(folder: Path, *, as_json: bool) -> int:
     return exit_codes.DONE
 
 
-def show_run(run: Run, *, as_json: bool) -> int:
+def show_run(run: "Run", *, as_json: bool) -> int:
     """The summary of one run; as JSON with its last losses."""
+    from surefoot.monitor.console import print_summary
+    from surefoot.monitor.summary import summarise
+
     summary = summarise(run)
     report = run.folder / "report.html"
     shown = str(report) if report.exists() else ""
@@ -71,8 +80,10 @@ def show_run(run: Run, *, as_json: bool) -> int:
     return exit_codes.DONE
 
 
-def show_diff(a: Run, b: Run, *, as_json: bool) -> int:
+def show_diff(a: "Run", b: "Run", *, as_json: bool) -> int:
     """What the configs differ in, and the first row that does."""
+    from surefoot.monitor.compare import compare
+
     found = compare(a, b)
     first = found.first_difference
     if as_json:
@@ -99,9 +110,9 @@ def show_diff(a: Run, b: Run, *, as_json: bool) -> int:
     return exit_codes.DONE
 
 
-def _progress(summary: Summary) -> str:
+def _progress(summary: "Summary") -> str:
     return f"step {summary.step:,}/{summary.steps:,}"
 
 
-def _losses(summary: Summary) -> str:
+def _losses(summary: "Summary") -> str:
     return ", ".join(f"{domain.name} {domain.bits_per_byte:.3f} bits/byte" for domain in summary.domains)

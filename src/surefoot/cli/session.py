@@ -1,5 +1,7 @@
 """From an open folder to an exit code: what ``train`` and ``fork`` share."""
 
+import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +15,16 @@ from surefoot.monitor.facts import RunFacts
 from surefoot.monitor.report import write_report
 from surefoot.monitor.run import Run
 from surefoot.monitor.sentences import sentence
+from surefoot.monitor.store import log_path
 from surefoot.monitor.summary import summarise
 from surefoot.monitor.trackers import Tracker, open_trackers
 from surefoot.monitor.wording import several
 
 if TYPE_CHECKING:
     from surefoot.train.run import ForkOf, OpenRun
+
+
+LOG = logging.getLogger("surefoot")
 
 
 class Notices:
@@ -36,10 +42,35 @@ class Notices:
             print(sentence(kind, row), file=sys.stderr)
         for tracker in self.trackers:
             tracker.event(kind, row)
+        LOG.info("%s", sentence(kind, row))
 
     def say(self, text: str) -> None:
         """A sentence that is no row."""
         self("warning", {"text": text})
+
+
+def keep_log(run: "OpenRun", folder: Path) -> logging.Handler:
+    """Begin this rank's log of the attempt: sentences, and warnings of libraries."""
+    path = log_path(folder, run.keeping.ledger.attempt, run.setup.world.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.captureWarnings(True)
+    for logger in (LOG, logging.getLogger("py.warnings")):
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    LOG.info("rank %d of %d: %s", run.setup.world.rank, run.setup.world.size, run.opening)
+    return handler
+
+
+def end_log(handler: logging.Handler, text: str) -> None:
+    """Close a rank's log with how the attempt ended."""
+    LOG.info("%s", text)
+    for logger in (LOG, logging.getLogger("py.warnings")):
+        logger.removeHandler(handler)
+    logging.captureWarnings(False)
+    handler.close()
 
 
 class BuildProgress:
@@ -73,6 +104,8 @@ def say_finished(folder: Path, *, as_json: bool) -> bool:
     run = Run(folder)
     if run.status().state != "finished":
         return False
+    if os.environ.get("RANK", "0") != "0":
+        return True
     report = folder / "report.html"
     print(
         f"{folder} is finished: nothing to do. --fresh starts it over, `surefoot fork` goes on from it.",
@@ -102,6 +135,7 @@ def run_to_end(
             ) as run,
         ):
             progress.end()
+            handler = keep_log(run, folder)
             console = _console(run) if world.leads else None
             notices.console = console
             if world.leads:
@@ -120,6 +154,7 @@ def run_to_end(
                     console.close()
                 for tracker in notices.trackers:
                     tracker.close()
+                end_log(handler, f"ended at step {run.state.step}, batch {run.state.batch_index}")
     finally:
         progress.end()
         leave_world()

@@ -1,9 +1,10 @@
 """Rotary positions: a head is turned by an angle proportional to its token's position (arXiv:2104.09864 eq. 34)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class Rotation(NamedTuple):
@@ -29,7 +30,30 @@ def rotate(x_BTNH: Tensor, by: Rotation) -> Tensor:
 
     Products in fp32, rounded once to the dtype of x.
     """
-    first, second = x_BTNH.chunk(2, dim=-1)
-    first, second = first.to(by.cos.dtype), second.to(by.cos.dtype)
-    turned = torch.cat((first * by.cos - second * by.sin, second * by.cos + first * by.sin), dim=-1)
-    return turned.to(x_BTNH.dtype)
+    turned: Tensor = _Turn.apply(x_BTNH, *by)  # type: ignore[no-untyped-call]
+    return turned
+
+
+class _Turn(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back, so nothing of x is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x_BTNH, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BTNH: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grad_BTNH, cos, sin, -1), None, None
+
+
+def _turned(x_BTNH: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """x turned forwards (1) or back (-1)."""
+    half = x_BTNH.shape[-1] // 2
+    first, second = x_BTNH[..., :half].to(cos.dtype), x_BTNH[..., half:].to(cos.dtype)
+    out = torch.empty_like(x_BTNH)
+    out[..., :half] = torch.addcmul(first * cos, second, sin, value=-direction)
+    out[..., half:] = torch.addcmul(second * cos, first, sin, value=direction)
+    return out
