@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from surefoot.model.attention_backends import (
+    MAX_BLOCKS,
     QUERY_BLOCK,
     AttentionBackend,
     EagerAttention,
@@ -88,6 +89,19 @@ def test_gradients_are_derivatives(backend: AttentionBackend) -> None:
     documents = torch.tensor([[0, 0, 0, -1, 1]])
     inputs = [x[:1].requires_grad_() for x in qkv]
     assert torch.autograd.gradcheck(lambda *x: attend(backend, list(x), documents), inputs)
+
+
+@pytest.mark.parametrize("tokens", [QUERY_BLOCK * 2 + 13, QUERY_BLOCK * MAX_BLOCKS + 50])
+def test_gradients_over_several_blocks_of_queries_are_those_of_the_fused_kernel(tokens: int) -> None:
+    qkv, documents = problem(tokens)
+    documents = torch.where(documents < 0, documents, documents // 9)
+    grad = torch.randn(qkv[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    both = []
+    for backend in BACKENDS:
+        inputs = [x.clone().requires_grad_() for x in qkv]
+        attend(backend, inputs, documents).backward(grad)
+        both.append([x.grad for x in inputs])
+    assert all(relative(a, b) <= FP64_RELATIVE for a, b in zip(*both, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)

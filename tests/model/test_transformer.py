@@ -130,6 +130,15 @@ def compiled_and_plain(backend: str, dtype: torch.dtype) -> None:
         assert relative(gradient, grads[name]) <= COMPILED_RELATIVE[dtype], name
 
 
+def test_far_positions_keep_their_distances_under_bf16() -> None:
+    """Angles rounded to bf16 would make positions 4000 to 4015 one."""
+    model, data = build(config(), torch.bfloat16), batch()
+    near = model(**data)
+    data["positions_BT"] = data["positions_BT"] + 4000
+    far = model(**data)
+    assert relative(far.token_losses_BT, near.token_losses_BT) <= BF16_GRADIENT
+
+
 @pytest.mark.filterwarnings("default::UserWarning", "default::DeprecationWarning")  # dynamo's own, not ours
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_block_is_one_graph_for_the_compiler(dtype: torch.dtype) -> None:

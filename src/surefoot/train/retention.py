@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Sequence
 
-_NAME = re.compile(r"step-(\d{6,})-attempt-(\d{4,})")
+_NAME = re.compile(r"(?:fork-)?step-(\d{6,})-attempt-(\d{4,})(?:-batch-\d{6,})?")
 
 
 def checkpoint_name(step: int, attempt: int) -> str:
