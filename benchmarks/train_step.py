@@ -24,7 +24,7 @@ from surefoot.config.optim import OptimConfig
 from surefoot.config.parallel import ParallelConfig
 from surefoot.config.run import RunConfig
 from surefoot.data.loader import Batch
-from surefoot.interop.huggingface import to_huggingface
+from surefoot.interop.huggingface import to_state
 from surefoot.model.count import flops_per_token, num_params
 from surefoot.parallel.device import peak_flops
 from surefoot.parallel.mesh import World
@@ -111,7 +111,7 @@ def peer(model: ModelConfig, precision: str, compiled: bool, weights: dict[str, 
         use_cache=False,
     )
     network: Any = LlamaForCausalLM(config)
-    network.load_state_dict(to_huggingface(weights, model), strict=False)
+    network.load_state_dict(to_state(weights), strict=False)
     network.tie_weights()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     forward = torch.compile(network) if compiled else network

@@ -5,8 +5,7 @@ from surefoot.config.data import BatchStage, DataConfig, MixtureStage, Shards, S
 from surefoot.data.errors import DataError
 from surefoot.data.hashing import derive_key
 from surefoot.data.mixture import BLOCK, BatchStarts, Mixture, counts_per_block
-
-NOISE_SIGMAS = 5.0  # of 1/sqrt(n); over 64 lags chance passes 5 once in 30,000 seeds, and the seeds here are fixed
+from tolerances import NOISE_SIGMAS
 
 
 def config(weights=(3.0, 1.0), mixture_stages=(), batch_stages=(), batch_size=8):

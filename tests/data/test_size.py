@@ -10,9 +10,8 @@ from surefoot.config.data import DataConfig, Shards, SourceConfig
 from surefoot.data.loader import Loader
 from surefoot.data.prepared import PreparedData, PreparedSource
 from surefoot.data.shards import HEADER, MAGIC, Manifest, Split
+from tolerances import ALLOCATED_MIB, RESIDENT_GROWTH_MIB
 
-RESIDENT_GROWTH_MIB = 8.0  # measured 0.0-1.5 for open and 50 batches; a tenth of a percent of the tokens would be 19
-ALLOCATED_MIB = 4.0  # measured 1.8: a batch of 4 rows with its temporaries, eight cached blocks of samples
 READS_PER_LOOKUP = 60  # two bisections of 2^20 documents: 20 each, and the copy
 
 

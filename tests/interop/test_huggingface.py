@@ -22,9 +22,7 @@ from surefoot.interop.huggingface import (
 )
 from surefoot.model.parametrization import initialise
 from surefoot.model.transformer import Transformer
-
-# ||a-b|| / ||b|| per tensor in fp32. Noise floor: the eager and SDPA attention of transformers differ by up to 1e-6 from one another here.
-HF_RELATIVE = 1e-5
+from tolerances import HUGGING_FACE
 
 CASES = {
     "llama-tied": (LlamaForCausalLM, LlamaConfig, {"tie_embeddings": True, "qk_norm": False}),
@@ -92,12 +90,12 @@ def test_logits_loss_and_every_gradient_equal_those_of_transformers(case: str, i
     reference = theirs(input_ids=ids, labels=ids, use_cache=False)
     reference.loss.backward()
 
-    assert relative(logits, reference.logits) <= HF_RELATIVE
-    assert relative(loss, reference.loss) <= HF_RELATIVE
+    assert relative(logits, reference.logits) <= HUGGING_FACE
+    assert relative(loss, reference.loss) <= HUGGING_FACE
     their_grads = {name: p.grad for name, p in theirs.named_parameters()}
     grads = {to_name(name): p.grad for name, p in ours.named_parameters()}
     assert grads.keys() == their_grads.keys()
-    far = {name: error for name in grads if (error := relative(grads[name], their_grads[name])) > HF_RELATIVE}
+    far = {name: error for name in grads if (error := relative(grads[name], their_grads[name])) > HUGGING_FACE}
     assert not far
 
 
@@ -113,7 +111,7 @@ def test_documents_in_a_row_are_each_the_document_alone_in_transformers() -> Non
     logits = ours(ids, positions, documents)
     for start, stop in itertools.pairwise(cuts):
         alone = theirs(input_ids=ids[:, start:stop], use_cache=False).logits
-        assert relative(logits[:, start:stop], alone) <= HF_RELATIVE
+        assert relative(logits[:, start:stop], alone) <= HUGGING_FACE
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -16,11 +16,7 @@ from surefoot.model.attention_backends import (
     choose_backend,
 )
 from surefoot.model.rope import rotate, rotation
-
-# fp64, sums in another order: measured 4e-16
-FP64_RELATIVE = 1e-13
-# bf16: scores and weights are rounded to 2^-9, measured 4e-3
-BF16_RELATIVE = 2e-2
+from tolerances import BF16_ATTENTION, FP64_KERNEL
 
 BACKENDS = [EagerAttention(), ScaledDotProduct()]
 NAMES = ["eager", "sdpa"]
@@ -62,7 +58,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
 def test_a_token_sees_itself_and_the_earlier_tokens_of_its_document(backend: AttentionBackend, tokens: int) -> None:
     qkv, documents = problem(tokens)
-    assert relative(attend(backend, qkv, documents), written_out(*qkv, documents)) <= FP64_RELATIVE
+    assert relative(attend(backend, qkv, documents), written_out(*qkv, documents)) <= FP64_KERNEL
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
@@ -70,8 +66,8 @@ def test_without_documents_a_row_is_one_document(backend: AttentionBackend) -> N
     qkv, documents = problem(QUERY_BLOCK + 13)
     one = torch.zeros_like(documents)
     plain = attend(backend, qkv, None)
-    assert relative(plain, written_out(*qkv, one)) <= FP64_RELATIVE
-    assert relative(plain, attend(backend, qkv, one)) <= FP64_RELATIVE
+    assert relative(plain, written_out(*qkv, one)) <= FP64_KERNEL
+    assert relative(plain, attend(backend, qkv, one)) <= FP64_KERNEL
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
@@ -80,7 +76,7 @@ def test_bf16_stays_within_its_rounding(backend: AttentionBackend) -> None:
     exact = written_out(*(x.double() for x in qkv), documents)
     out = attend(backend, qkv, documents)
     assert out.dtype == torch.bfloat16
-    assert relative(out, exact) <= BF16_RELATIVE
+    assert relative(out, exact) <= BF16_ATTENTION
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)
@@ -101,7 +97,7 @@ def test_gradients_over_several_blocks_of_queries_are_those_of_the_fused_kernel(
         inputs = [x.clone().requires_grad_() for x in qkv]
         attend(backend, inputs, documents).backward(grad)
         both.append([x.grad for x in inputs])
-    assert all(relative(a, b) <= FP64_RELATIVE for a, b in zip(*both, strict=True))
+    assert all(relative(a, b) <= FP64_KERNEL for a, b in zip(*both, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=NAMES)

@@ -6,13 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surefoot.model.loss import IGNORE, LossSums, next_token_loss
-
-# fp64 against torch's own cross-entropy: sums in another order, a few units in the last place
-FP64_RELATIVE = 1e-13
-# fp32: 4,096 products of 1e-7 relative rounding each, measured 3e-7
-FP32_RELATIVE = 2e-6
-# bf16 products: 2^-9 per rounding of logits and of their gradient, measured 3e-3
-BF16_RELATIVE = 1e-2
+from tolerances import BF16_KERNEL, FP32_KERNEL, FP64_KERNEL
 
 Z = 3e-3
 
@@ -43,7 +37,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("chunk", [1, 7, 74, 1000])
 @pytest.mark.parametrize(
     ("dtype", "bound"),
-    [(torch.float64, FP64_RELATIVE), (torch.float32, FP32_RELATIVE), (torch.bfloat16, BF16_RELATIVE)],
+    [(torch.float64, FP64_KERNEL), (torch.float32, FP32_KERNEL), (torch.bfloat16, BF16_KERNEL)],
 )
 def test_losses_and_gradients_equal_the_unchunked_ones(dtype: torch.dtype, bound: float, chunk: int) -> None:
     hidden, weight, targets = problem(dtype)
@@ -74,10 +68,10 @@ def test_the_statistics_are_those_of_the_logits() -> None:
     logits = hidden @ weight.t()
     lse = torch.where(targets != IGNORE, logits.logsumexp(-1), 0)
     each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none").view(2, 37)
-    assert relative(sums.token_losses_BT, each) <= FP64_RELATIVE
+    assert relative(sums.token_losses_BT, each) <= FP64_KERNEL
     assert sums.token_losses_BT[targets == IGNORE].eq(0).all()
-    assert relative(sums.lse_sum, lse.sum()) <= FP64_RELATIVE
-    assert relative(sums.lse_max, logits.logsumexp(-1)[targets != IGNORE].max()) <= FP64_RELATIVE
+    assert relative(sums.lse_sum, lse.sum()) <= FP64_KERNEL
+    assert relative(sums.lse_max, logits.logsumexp(-1)[targets != IGNORE].max()) <= FP64_KERNEL
     assert [field for field in LossSums._fields if getattr(sums, field).requires_grad] == ["objective"]
 
 

@@ -5,9 +5,7 @@ import torch
 from torch import Tensor
 
 from surefoot.model.norm import RootMeanSquareNorm
-
-# one rounding of the result: half a unit in the last place, 2^-9 relative in bf16, in norm below 2^-9; fp32 likewise; fp64 sums
-ONE_ROUNDING = {torch.bfloat16: 2**-9, torch.float32: 4e-7, torch.float64: 1e-14}
+from tolerances import ONE_ROUNDING
 
 
 def defined(x: Tensor, gain: Tensor, eps: float) -> Tensor:

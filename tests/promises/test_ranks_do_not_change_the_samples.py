@@ -11,9 +11,8 @@ from surefoot.data.loader import Loader
 from surefoot.monitor.run import Run
 from surefoot.parallel.fork_launch import run_ranks
 from surefoot.proof.rehearsal import Rehearsed, Script, rehearse, rehearse_on_rank
+from tolerances import FP64_RANKS
 
-FP64 = 1e-10
-"""Two orders of summation in fp64 differ by 1e-15 per sum; 24 Adam steps leave 1e-13 (measured)."""
 SCRIPT = Script(nan_batches=(6,), nan_ranks=(0,))
 
 
@@ -44,7 +43,7 @@ def assert_same_to_fp64(one: Rehearsed, other: Rehearsed) -> None:
     assert one.tensors.keys() == other.tensors.keys()
     for name, tensor in one.tensors.items():
         scale = max(float(np.linalg.norm(tensor)), 1e-300)
-        assert np.linalg.norm(tensor - other.tensors[name]) / scale < FP64, name
+        assert np.linalg.norm(tensor - other.tensors[name]) / scale < FP64_RANKS, name
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
@@ -66,7 +65,7 @@ def test_two_ranks_give_the_losses_weights_and_moments_of_one(
     one, two = mine.metrics(), theirs.metrics()
     for name in one:
         if name.startswith(("train/", "eval/")):
-            assert np.allclose(one[name], two[name], rtol=FP64, atol=0, equal_nan=True), name
+            assert np.allclose(one[name], two[name], rtol=FP64_RANKS, atol=0, equal_nan=True), name
     assert one["train/skipped"].tolist() == two["train/skipped"].tolist()
     assert one["train/skipped"].sum() == 1
 
