@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from surefoot.cli.main import main
-from surefoot.config.codec import to_toml
+from surefoot.config.codec import from_toml, to_toml
+from surefoot.config.run import RunConfig
+from surefoot.data.build import prepare
+from surefoot.data.loader import Loader
 from surefoot.monitor.run import Run
-from surefoot.proof.rehearsal import rehearsal, write_corpus
+from surefoot.proof.rehearsal import Script, rehearsal, rehearse, write_corpus
 
 LONG = 100_000
 
@@ -292,3 +295,47 @@ def test_two_ranks_train_under_torchrun(shell: Shell, shared: Path) -> None:
     logs = shell.folder / "run" / "attempts" / "0001" / "logs"
     assert {path.name for path in logs.iterdir()} == {"rank-00000.log", "rank-00001.log"}
     assert shell("data", "audit", "run") == 0
+
+
+def test_a_fork_keeps_what_its_parent_excluded(shell: Shell, shared: Path) -> None:
+    config = from_toml(RunConfig, shared / "small.toml")
+    loader = Loader(config.data, prepare(config.data), config.seed)
+    document = next(span.document for span in loader.row_documents(*loader.sample_ids(12)[0, [0, 2]].tolist()))
+    script = Script(rollback_after=13, rollback_to=12, exclude=(document,))
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(1)
+        rehearse(config, shell.folder / "run", script)
+        os._exit(0)
+    assert shell.end(pid) == 0
+    assert shell("fork", "run", "--at", "20", "--set", "steps=30", "--run", "branch") == 0
+    branch = Run(shell.folder / "branch").ledger
+    assert [(item.document, item.from_batch) for item in branch.exclusions] == [(document, 12)]
+
+
+def test_a_fork_with_another_model_is_continued_after_a_kill(shell: Shell, train: Callable[..., int]) -> None:
+    assert train("--steps", "8") == 0
+    sets = ("--set", f"steps={LONG}", "--set", "checkpoint.every=0", "--set", "model.num_layers=3")
+    words = ("fork", "run", "--at", "5", *sets, "--run", "branch")
+    pid = shell.start(*words)
+    shell.wait_for_step("branch", 7)
+    os.kill(pid, signal.SIGKILL)
+    shell.end(pid)
+    assert "drawn anew: blocks.2" in shell.err
+    pid = shell.start(*words)
+    shell.wait_for_step("branch", 7, pid)
+    os.kill(pid, signal.SIGTERM)
+    assert shell.end(pid) == 75
+    rows = Run(shell.folder / "branch")
+    lost = {row["batch_index"]: row["train/loss"] for row in rows.abandoned_rows}
+    assert lost[5] == rows.rows[0]["train/loss"]
+
+
+def test_a_damaged_checkpoint_is_not_forked(shell: Shell, train: Callable[..., int]) -> None:
+    assert train("--steps", "8") == 0
+    shard = next((shell.folder / "run" / "checkpoints" / "step-000005-attempt-0001").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    for _ in range(2):
+        assert shell("fork", "run", "--at", "5", "--set", "steps=9", "--run", "branch") == 4
+        assert "cannot be forked" in shell.err
+    assert not Run(shell.folder / "branch").attempts

@@ -11,7 +11,7 @@ from surefoot.data.loader import Loader
 from surefoot.monitor.run import Run
 from surefoot.parallel.fork_launch import run_ranks
 from surefoot.proof.rehearsal import Rehearsed, Script, rehearse, rehearse_on_rank
-from tolerances import FP64_RANKS
+from tolerances import FP64_RANKS, RANKS
 
 SCRIPT = Script(nan_batches=(6,), nan_ranks=(0,))
 
@@ -91,6 +91,35 @@ def test_two_ranks_skip_roll_back_in_memory_and_resume_on_another_number_of_rank
     assert_same_to_fp64(whole, last)
     back = [(s.batch_index, s.attempt) for s in Run(tmp_path / "two").ledger.skips()]
     assert back == [(6, 1)]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("to_batch", [8, 0])
+def test_a_rollback_right_after_an_evaluation_restores_what_the_next_step_uses(
+    fp64: RunConfig, vary: Callable[..., RunConfig], tmp_path: Path, layout: str, to_batch: int
+) -> None:
+    """After a forward without backward FSDP2 keeps gathered weights, which a restore of the shards does not reach."""
+    config = vary(fp64, steps=14, **{"parallel.data_parallel": layout})
+    script = Script(rollback_after=9, rollback_to=to_batch)
+    assert config.eval.every == 10
+    one = rehearse(config, tmp_path / "one", script)
+    both = run_ranks(2, rehearse_on_rank, config, tmp_path / "two", script)
+    assert_same_to_fp64(one, both[0])
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("precision", "bound"), list(RANKS.items()))
+def test_two_ranks_stay_within_written_bounds_in_the_precisions_of_training(
+    fp64: RunConfig, vary: Callable[..., RunConfig], tmp_path: Path, layout: str, precision: str, bound: float
+) -> None:
+    config = vary(fp64, steps=8, **{"parallel.data_parallel": layout, "parallel.precision": precision})
+    one = rehearse(config, tmp_path / "one")
+    both = run_ranks(2, rehearse_on_rank, config, tmp_path / "two")
+    for name, tensor in one.tensors.items():
+        if name.startswith("weights/"):
+            assert np.linalg.norm(tensor - both[0].tensors[name]) / np.linalg.norm(tensor) < bound, name
+    losses = [Run(tmp_path / name).metrics()["train/loss"] for name in ("one", "two")]
+    assert np.allclose(*losses, rtol=bound, atol=0)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])

@@ -59,11 +59,12 @@ def test_a_rollback_equals_a_fresh_process_that_never_ran_the_bad_path(
     rolled = rehearse(untied, tmp_path / "rolled", script)
     rollback = Run(tmp_path / "rolled").attempts[-1]
     assert (rollback.reason, rollback.checkpoint, rollback.from_batch) == ("rollback", "snapshot", 12)
-    excluded = (Exclusion(document=script.exclude[0], from_batch=rollback.from_batch),)
+    assert [item.from_batch for item in rollback.exclude] == [script.rollback_to]
+    excluded = (Exclusion(document=script.exclude[0], from_batch=script.rollback_to),)
     clean = dataclasses.replace(untied, data=dataclasses.replace(untied.data, exclude=excluded))
     poison = Script(poison_token=NAN_MAKER)
-    rehearse(clean, tmp_path / "clean", dataclasses.replace(poison, stop_after=rollback.from_batch - 1))
-    assert Run(tmp_path / "clean").ledger.surviving_checkpoints()[-1].batch_index == rollback.from_batch
+    rehearse(clean, tmp_path / "clean", dataclasses.replace(poison, stop_after=script.rollback_to - 1))
+    assert Run(tmp_path / "clean").ledger.surviving_checkpoints()[-1].batch_index == script.rollback_to
     fresh = run_ranks(1, rehearse_on_rank, clean, tmp_path / "clean", poison)[0]
     assert_same_run(rolled, fresh, tmp_path / "rolled", tmp_path / "clean")
     assert any(row.get("excluded") for row in Run(tmp_path / "rolled").rows)
@@ -101,6 +102,44 @@ def test_a_rollback_equals_a_run_from_step_0_without_the_documents(
     assert_same_run(rolled, never, tmp_path / "rolled", tmp_path / "clean")
 
 
+@pytest.mark.parametrize("stop_after", [12, 14, 16])
+def test_it_does_not_matter_which_states_happened_to_be_kept(
+    config: RunConfig, late_document: str, tmp_path: Path, stop_after: int
+) -> None:
+    """A run that was stopped has other snapshots than one that was not, and goes back to another state."""
+    script = Script(rollback_after=17, rollback_to=14, exclude=(late_document,))
+    through = rehearse(config, tmp_path / "through", script)
+    rehearse(config, tmp_path / "stopped", Script(stop_after=stop_after))
+    stopped = rehearse(config, tmp_path / "stopped", script)
+    froms = [Run(tmp_path / name).attempts[-1].from_batch for name in ("through", "stopped")]
+    assert froms[0] != froms[1]
+    assert_same_run(through, stopped, tmp_path / "through", tmp_path / "stopped")
+
+
+def test_a_second_rollback_keeps_what_the_first_excluded(config: RunConfig, loader: Loader, tmp_path: Path) -> None:
+    first = next(span.document for span in loader.row_documents(*loader.sample_ids(13)[0, [0, 2]].tolist()))
+    second = next(span.document for span in loader.row_documents(*loader.sample_ids(18)[1, [0, 2]].tolist()))
+    rehearse(config, tmp_path / "run", Script(rollback_after=13, rollback_to=12, exclude=(first,), stop_after=16))
+    again = rehearse(
+        config, tmp_path / "run", Script(rollback_after=18, rollback_to=17, exclude=(second,), rollbacks=2)
+    )
+    excluded = (Exclusion(document=first, from_batch=12), Exclusion(document=second, from_batch=17))
+    clean = dataclasses.replace(config, data=dataclasses.replace(config.data, exclude=excluded))
+    never = rehearse(clean, tmp_path / "clean")
+    assert_same_run(again, never, tmp_path / "run", tmp_path / "clean")
+
+
+def test_a_rollback_to_the_first_batch_starts_from_the_initial_weights(
+    config: RunConfig, loader: Loader, tmp_path: Path
+) -> None:
+    document = next(span.document for span in loader.row_documents(*loader.sample_ids(2)[0, [0, 2]].tolist()))
+    rolled = rehearse(config, tmp_path / "run", Script(rollback_after=3, rollback_to=0, exclude=(document,)))
+    without = dataclasses.replace(config.data, exclude=(Exclusion(document=document),))
+    never = rehearse(dataclasses.replace(config, data=without), tmp_path / "clean")
+    assert Run(tmp_path / "run").attempts[-1].checkpoint == ""
+    assert_same_run(rolled, never, tmp_path / "run", tmp_path / "clean")
+
+
 def test_the_ledger_says_how_many_spans_were_read_before_the_rollbacks_target(
     config: RunConfig, script: Script, loader: Loader, tmp_path: Path
 ) -> None:
@@ -112,7 +151,7 @@ def test_the_ledger_says_how_many_spans_were_read_before_the_rollbacks_target(
     verdict = Run(tmp_path / "run").ledger.of_kind("verdict")[0]
     assert verdict["spans_read_before"] == {
         script.exclude[0]: 0,
-        early: loader.spans_read_before(early, verdict["from_batch"]),
+        early: loader.spans_read_before(early, 14),
     }
     assert verdict["spans_read_before"][early] > 0
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from surefoot.config.errors import ConfigError
 from surefoot.config.run import RunConfig
 from surefoot.data.loader import Loader
 from surefoot.optim.schedule import lr_at
@@ -101,9 +102,9 @@ def test_no_step_draws_from_torchs_own_generator(
 def test_rows_that_do_not_divide_over_ranks_and_micro_batches_are_refused_with_the_nearest(
     config: RunConfig, vary: Callable[..., RunConfig]
 ) -> None:
-    with pytest.raises(ValueError, match=r"data.batch_size=4 does not divide over 3 ranks.*nearest: 3, 6"):
+    with pytest.raises(ConfigError, match=r"data.batch_size=4 does not divide over 3 ranks.*nearest: 3, 6"):
         check_rows(config, 3)
-    with pytest.raises(ValueError, match=r"nearest: 6"):
+    with pytest.raises(ConfigError, match=r"nearest: 6"):
         check_rows(vary(config, **{"parallel.micro_batch_size": 3}), 2)
     check_rows(config, 2)
 

@@ -16,7 +16,7 @@ def show_dry_run(config: RunConfig, folder: Path, *, as_json: bool) -> int:
     from surefoot.train.dry_run import dry_run
     from surefoot.train.run import settle
 
-    world = join_world(config.parallel)
+    world = join_world(config.parallel, strict=config.determinism == "strict")
     try:
         settled = settle(config, None, world)
         plan = dry_run(settled, world)

@@ -33,7 +33,7 @@ ERRORS: dict[str, int] = {
     "surefoot.model.parts.PartError": CONFIG,
     "surefoot.model.count.CountError": CONFIG,
     "surefoot.monitor.metrics.UnknownMetricError": CONFIG,
-    "surefoot.train.opening.ResumeRefused": CONFIG,
+    "surefoot.train.stock.ResumeRefused": CONFIG,
     "surefoot.data.errors.DataError": DATA,
     "surefoot.interop.huggingface.HuggingFaceError": DATA,
     "surefoot.guard.ledger_row.LedgerError": ENVIRONMENT,

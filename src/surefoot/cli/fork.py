@@ -50,10 +50,10 @@ def main(argv: Sequence[str]) -> int:
 
     if args.fresh:
         move_aside_once(folder)
-    if say_finished(folder, as_json=args.json):
+    if not args.fresh and say_finished(folder, as_json=args.json):
         return exit_codes.DONE
     begun = (folder / "ledger.jsonl").exists() and bool(Run(folder).attempts)
-    fork = None if begun else ForkOf(parent=args.parent, checkpoint=checkpoint, changes=diff(before, config))
+    fork = None if begun else ForkOf(parent=parent, checkpoint=checkpoint, changes=diff(before, config))
     return run_to_end(config, folder, as_json=args.json, fork=fork)
 
 

@@ -25,6 +25,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code. ``--debug`` anywhere shows tracebacks."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if "RANK" in os.environ:
+        os.environ.setdefault(
+            "TORCH_CPP_LOG_LEVEL", "ERROR"
+        )  # DDP warns in C++, per rank, of what strict mode does on purpose
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     if words[:1] == ["--"]:  # torchrun needs it before flags of ours that look like the beginning of its own (--run)
@@ -51,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
 
 
 def usage() -> str:
@@ -91,6 +98,8 @@ def _version() -> str:
 
 def _text(error: Exception, code: int) -> str:
     """What a person reads of an error that ended a command."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and any(sign in str(error) for sign in _PEER_GONE):
+        return f"rank {os.environ.get('RANK')}: another rank ended; its own message says why ({type(error).__name__})"
     if code == exit_codes.INTERNAL:
         return f"internal error: {type(error).__name__}: {error}\n--debug shows where; please report it"
     if isinstance(error, ConfigError) and len(error.problems) > 1:

@@ -126,13 +126,13 @@ def run_to_end(
     from surefoot.train.run import open_run
 
     notices, progress = Notices(), BuildProgress()
-    world = join_world(config.parallel)
+    world = join_world(config.parallel, strict=config.determinism == "strict")
     try:
         with (
-            StopRequest() as stop,
             open_run(
                 config, folder, world, notify=notices, progress=progress, allow_change=allow_change, fork=fork
             ) as run,
+            StopRequest() as stop,
         ):
             progress.end()
             handler = keep_log(run, folder)

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
     if args.fresh:
         move_aside_once(folder)
-    if not args.allow_change and say_finished(folder, as_json=args.json):
+    if not args.allow_change and not args.fresh and say_finished(folder, as_json=args.json):
         return exit_codes.DONE
     return run_to_end(args.config, folder, as_json=args.json, allow_change=args.allow_change)
 

@@ -82,6 +82,7 @@ BOUNDS: Mapping[str, Bound] = {
     "checkpoint.keep_every": AT_LEAST_0,
     "eval.every": AT_LEAST_0,
     "eval.rows": AT_LEAST_0,
+    "eval.final_rows": AT_LEAST_0,
     "eval.batch_size": AT_LEAST_1,
     "log.print_every": AT_LEAST_1,
     "log.digest_every": AT_LEAST_0,

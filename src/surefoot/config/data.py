@@ -38,6 +38,7 @@ class SourceConfig:
     name: str
     """Name of the domain, as it appears in metrics (``eval/<name>/bits_per_byte``)."""
     documents: PythonInstallation | TextFiles | Shards
+    """Where its documents come from."""
     weight: float = 1.0
     """Share of rows, relative to the other sources; above 0."""
 
@@ -64,6 +65,7 @@ class TokenizerFile:
 
     kind: Literal["file"] = "file"
     path: str
+    """The file."""
     eos_token: str = "<|endoftext|>"
     """The token appended to every document; must be in the vocabulary."""
 
@@ -104,6 +106,7 @@ class DataConfig:
 
     sources: tuple[SourceConfig, ...]
     tokenizer: BytesTokenizer | BpeTokenizer | TokenizerFile = BytesTokenizer()
+    """How text becomes token ids; one for all sources."""
     seq_len: int
     """Tokens per row (T)."""
     batch_size: int

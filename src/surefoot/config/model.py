@@ -83,8 +83,11 @@ class ModelConfig:
     num_layers: int
     """Blocks."""
     attention: GroupedQueryAttention | Custom
+    """How tokens of a document look at each other."""
     feed_forward: SwiGLU | Custom
+    """What each token does by itself."""
     norm: RMSNorm | Custom = RMSNorm()
+    """Before each part, and before the output projection."""
     tie_embeddings: bool = True
     """The output projection is the embedding matrix itself."""
     init: InitConfig = InitConfig()

@@ -46,8 +46,11 @@ class AdamW:
 
     kind: Literal["adamw"] = "adamw"
     beta1: float = 0.9
+    """Decay of the running mean of gradients, per step."""
     beta2: float = 0.95
+    """Decay of the running mean of squared gradients, per step."""
     eps: float = 1e-8
+    """Added to the root of the second moment; should stay far below the size of gradients."""
     weight_decay: float = 0.1
     """For hidden matrices and an untied output; norms, biases and embeddings have none."""
 
@@ -60,6 +63,7 @@ class OptimConfig:
     lr: float = 3e-3
     """Peak learning rate."""
     schedule: Constant | Cosine | Linear | WSD = WSD()
+    """What the rate does after the warm-up."""
     warmup_steps: int = 100
     """Steps of linear warm-up; the first step already moves (lr times 1/warmup_steps)."""
     clip_norm: float = 1.0

@@ -11,6 +11,7 @@ class ParallelConfig:
     data_parallel: Literal["ddp", "fsdp"] = "ddp"
     """Several ranks: ddp keeps a replica on each, fsdp shards weights, gradients and moments (FSDP2)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is the GPU where torch sees one."""
     precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     """Of the products; masters, moments, norms, softmax statistics and loss stay in fp32. auto times one product per dtype and writes its choice down."""
     micro_batch_size: int = 0

@@ -123,7 +123,13 @@ def _run_worker(
     with (
         log.open("wb") as errors,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+            start_new_session=True,
         ) as process,
     ):
         assert process.stdin is not None

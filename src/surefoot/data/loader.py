@@ -115,6 +115,10 @@ class Loader:
                 read += sum(self.mixture.global_row(source, epochs, row) < limit for row in rows)
         return read
 
+    def holds(self, document: str) -> bool:
+        """Whether a training split holds the document (16 hex digits)."""
+        return any(split.find_document(int(document, 16)) for split in self.splits)
+
     def _locate(self, exclusions: tuple[Exclusion, ...]) -> Blanking:
         return Blanking(self.splits, exclusions, self.data.seq_len, self.data.document_mask)
 

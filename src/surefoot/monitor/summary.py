@@ -185,8 +185,13 @@ def _how_to_continue(run: Run, status: Status) -> str:
     argv = run.environment.get("argv")
     if not isinstance(argv, list) or not argv:
         return ""
-    program, *rest = (str(word) for word in argv)
-    return shlex.join([program.rsplit("/", 1)[-1], *(word for word in rest if word != "--fresh")])
+    rest = [str(word) for word in argv[1:] if word not in ("--fresh", "--")]
+    if run.ledger.halt:
+        steps = ", ".join(str(c.step) for c in run.ledger.surviving_checkpoints()) or "none"
+        return f"surefoot fork {shlex.quote(str(run.folder))} --at STEP --set optim.lr=LOWER   (checkpoints at steps: {steps})"
+    ranks = int(run.environment.get("world_size", 1))
+    launcher = [] if ranks == 1 else ["torchrun", "--nproc-per-node", str(ranks), "-m", "surefoot.cli.main", "--"]
+    return shlex.join([*(launcher or ["surefoot"]), *rest])
 
 
 def _wall_s(run: Run) -> float:

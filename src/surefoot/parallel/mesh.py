@@ -31,11 +31,14 @@ class World:
         return self.rank == 0
 
 
-def join_world(config: ParallelConfig) -> World:
+def join_world(config: ParallelConfig, *, strict: bool = True) -> World:
     """Enter the process group that torchrun's environment describes (or that is already there), or stand alone.
 
-    Raises EnvironmentFault when cuda is asked for and there is none.
+    ``strict`` fixes, before anything touches a device, what cuBLAS and NCCL read once and then keep. Raises EnvironmentFault when cuda is asked for and there is none.
     """
+    if strict:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
     device = _choose_device(config)
     _set_threads(config)
     if not dist.is_initialized():
@@ -48,10 +51,15 @@ def join_world(config: ParallelConfig) -> World:
     return World(rank=dist.get_rank(), size=size, device=device, mesh=mesh)
 
 
-def barrier(world: World) -> None:
-    """Wait for every rank."""
-    if world.size > 1:
-        dist.barrier()
+def wait_for_leader(world: World, what: str) -> None:
+    """Wait until rank 0 comes here too, up to a day: preparing data may outlast any collective's timeout."""
+    if world.size == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    if world.leads:
+        store.set(f"surefoot/{what}", "done")
+    else:
+        store.wait([f"surefoot/{what}"], timedelta(days=1))
 
 
 def leave_world() -> None:

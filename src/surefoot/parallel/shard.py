@@ -29,6 +29,13 @@ def shard_parameters(
             module.set_force_sum_reduction_for_comms(True)
 
 
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered weights. After a forward without backward FSDP2 keeps the root's, and would go on using them after a restore."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def fill_parameters(
     parameters: Mapping[str, nn.Parameter], draw: Callable[[str, torch.Size, torch.dtype], Tensor]
 ) -> None:

@@ -137,7 +137,9 @@ class Script:
     poison_token: int = -1
     """Token whose input embedding is NaN from the start; needs untied embeddings. -1 is none."""
     rollback_after: int = -1
-    """Batch after which the run rolls back, once; -1 is never."""
+    """Batch after which the run rolls back; -1 is never."""
+    rollbacks: int = 1
+    """Rollbacks of the run, earlier ones included, after which there are no more."""
     rollback_to: int = 0
     """Batch that the rollback goes to or before."""
     exclude: tuple[str, ...] = ()
@@ -210,8 +212,8 @@ def scripted_judge(keeping: Keeping, script: Script) -> Judge:
 
     def decide(state: GuardState, signals: StepSignals, config: GuardConfig) -> Verdict:
         verdict = judge(state, signals, config)
-        rolled_back = any(a.reason == "rollback" for a in keeping.ledger.attempts)
-        if signals.batch_index != script.rollback_after or rolled_back:
+        done = sum(a.reason == "rollback" for a in keeping.ledger.attempts)
+        if signals.batch_index != script.rollback_after or done >= script.rollbacks:
             return verdict
         cause = f"rehearsed: what batch {signals.batch_index} holds is declared bad"
         action = Rollback(to_batch=script.rollback_to, exclude=script.exclude, cause=cause)

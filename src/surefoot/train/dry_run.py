@@ -75,7 +75,7 @@ def dry_run(config: RunConfig, world: World) -> DryRun:
         snapshot_gib=snapshot_gib,
         step_s=seconds,
         loss=outcome.signals.loss,
-        peak_memory_gib=memory_gib(),
+        peak_memory_gib=memory_gib(world.device),
         estimated_s=seconds * config.steps,
     )
 

@@ -12,6 +12,7 @@ from surefoot.data.loader import EvalRows, Loader
 from surefoot.data.prepared import PreparedData
 from surefoot.model.loss import LossSums
 from surefoot.parallel.reduce import sum_over_ranks
+from surefoot.parallel.shard import reshard
 from surefoot.train.setup import Setup
 from surefoot.train.step import on_device
 
@@ -70,6 +71,7 @@ def evaluate(model: nn.Module, setup: Setup, held_out: EvalRows, num_rows: int) 
             targets += mine.batch.num_targets
             firsts += float(mine.first_tokens_B.sum())
             num_bytes += float(mine.text_bytes_B.sum())
+    reshard(model)
     nats, targets, firsts, num_bytes = sum_over_ranks([nats, targets, firsts, num_bytes], world).tolist()
     code = nats + firsts * math.log(held_out.vocab_size)
     return DomainLoss(

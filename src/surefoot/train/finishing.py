@@ -1,5 +1,7 @@
 """The end of a run: all held-out rows, what compressors make of the same bytes, a continuation per domain, the last ledger row."""
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 
 from surefoot.data.baselines import compression_baselines, held_out_texts
@@ -11,6 +13,8 @@ from surefoot.train.evaluate import evaluate
 from surefoot.train.generate import continue_tokens
 from surefoot.train.run import OpenRun
 
+YARDSTICK_BYTES = 64 << 20
+"""Held-out bytes per domain that are compressed at most; xz takes a minute for them."""
 PROMPT_TOKENS = 48
 """Held-out tokens that a shown continuation starts from."""
 
@@ -18,7 +22,9 @@ PROMPT_TOKENS = 48
 def finish(run: OpenRun) -> None:
     """Evaluate all held-out rows, measure the yardsticks, draw the continuations, and close the ledger. Collective over ranks."""
     state, store = run.state, run.keeping.store
-    results = {rows.name: evaluate(state.model, run.setup, rows, 0) for rows in run.data.held_out}
+    results = {
+        rows.name: evaluate(state.model, run.setup, rows, run.config.eval.final_rows) for rows in run.data.held_out
+    }
     samples = [sample for rows in run.data.held_out if (sample := draw_sample(run, rows)) is not None]
     digest = combine(digest_tensors(state.tensors()))
     if store:
@@ -29,7 +35,7 @@ def finish(run: OpenRun) -> None:
         store.write_metrics(state.batch_index - 1, state.step, metrics)
         run.keeping.notify("eval", {"step": state.step, **metrics})
         for source, rows in enumerate(run.data.held_out):
-            found = compression_baselines(held_out_texts(run.config.data, run.data.prepared, source))
+            found = compression_baselines(first_bytes(held_out_texts(run.config.data, run.data.prepared, source)))
             Yardstick(
                 domain=rows.name,
                 num_bytes=found.num_bytes,
@@ -48,6 +54,16 @@ def finish(run: OpenRun) -> None:
     )
     if store:
         store.heartbeat(state.step, state.batch_index, "finished", force=True)
+
+
+def first_bytes(texts: Iterable[bytes], limit: int = YARDSTICK_BYTES) -> Iterator[bytes]:
+    """Whole documents until ``limit`` bytes are passed: compressors learn a text's style in less."""
+    total = 0
+    for text in texts:
+        if total >= limit:
+            return
+        total += len(text)
+        yield text
 
 
 def draw_sample(run: OpenRun, rows: EvalRows) -> Sample | None:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from surefoot.parallel.shard import reshard
+
 
 @torch.no_grad()
 def continue_tokens(
@@ -30,15 +32,25 @@ def continue_tokens(
         raise ValueError("the prompt has no token; give some text to continue")
     tokens = list(prompt)
     for index in range(num_tokens):
-        window = torch.tensor([tokens[-seq_len:]], dtype=torch.int64, device=device)
+        window, last = _window(tokens, seq_len, fixed=device is not None and device.type == "cuda")
+        window = window.to(device)
         positions = torch.arange(window.shape[1], dtype=torch.int32, device=device)[None]
         documents = torch.zeros_like(positions)
-        logits = forward(window, positions, documents)[0, -1].float().cpu()[: vocab_size or None]
+        logits = forward(window, positions, documents)[0, last].float().cpu()[: vocab_size or None]
         token = _draw(logits, temperature, top_k, seed * 1_000_003 + index)
         if token == eos_id:
             break
         tokens.append(token)
+    reshard(forward)
     return tokens[len(prompt) :]
+
+
+def _window(tokens: Sequence[int], seq_len: int, *, fixed: bool) -> tuple[torch.Tensor, int]:
+    """The last tokens as one row, and the place of the newest. ``fixed``: padded behind it to seq_len, which changes nothing before it,
+    so that kernels compiled for one length serve all."""
+    seen = list(tokens[-seq_len:])
+    padding = [0] * (seq_len - len(seen)) if fixed else []
+    return torch.tensor([seen + padding], dtype=torch.int64), len(seen) - 1
 
 
 def _draw(logits: torch.Tensor, temperature: float, top_k: int, seed: int) -> int:

@@ -14,6 +14,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         """The first signal that came, if any."""
+        self._interrupted = False
         self._before: dict[signal.Signals, object] = {}
 
     @property
@@ -38,9 +39,10 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.signal == signal.SIGINT and number == signal.SIGINT:
+        if self._interrupted and number == signal.SIGINT:
             os.write(2, b"\nsurefoot: stopped at once; the newest checkpoint is where the same command continues\n")
             os._exit(INTERRUPTED)
         self.signal = self.signal or signal.Signals(number)
+        self._interrupted = self._interrupted or number == signal.SIGINT
         if number == signal.SIGINT:
             os.write(2, b"\nsurefoot: finishing the step and saving; Ctrl-C again stops at once\n")

@@ -9,15 +9,15 @@ from typing import Any
 from surefoot.config.codec import to_dict
 from surefoot.config.data import Exclusion
 from surefoot.config.run import RunConfig
-from surefoot.guard.ledger import Checkpoint, Ledger
+from surefoot.guard.ledger import Ledger
 from surefoot.monitor.store import RunStore
 from surefoot.parallel.digest import combine, digest_tensors
 from surefoot.parallel.mesh import World
 from surefoot.parallel.reduce import from_rank_zero
-from surefoot.train.checkpoint import PendingSave, load, save, verify
+from surefoot.train.checkpoint import PendingSave, load, save
 from surefoot.train.checkpoint_match import load_matching
-from surefoot.train.manifest import CheckpointError, remove_checkpoint
-from surefoot.train.retention import checkpoint_name, to_delete
+from surefoot.train.manifest import CheckpointError
+from surefoot.train.retention import checkpoint_name
 from surefoot.train.staging import Staging
 from surefoot.train.state import TrainState
 
@@ -92,28 +92,26 @@ class Keeping:
 
     # Checkpoints
 
-    def save(self, state: TrainState, *, asynchronous: bool) -> float:
-        """Write a checkpoint of the state as it is; returns the seconds the caller was held up.
+    def save(self, state: TrainState, *, asynchronous: bool) -> bool:
+        """Write a checkpoint of the state as it is, or begin to; False when it could not be written, which is said.
 
-        Rows so far are made durable first. A checkpoint that cannot be written is said and the run goes on; one is in flight at most.
+        Rows so far are made durable first. One save is in flight at most. What is already on disk is not written again.
         """
-        begun = time.perf_counter()
         self.wait()
         if any(c.batch_index == state.batch_index for c in self.ledger.surviving_checkpoints()):
-            return time.perf_counter() - begun
+            return True
         name = self._name(state)
         durable = self.store.flush(sync=True) if self.store else True
         if not from_rank_zero(durable, self.world):
             self.warn(state, f"{name} was not written: the disk takes no rows, and a checkpoint must not outlive them")
-            return time.perf_counter() - begun
+            return False
         tensors = state.tensors()
-        digest = combine(digest_tensors(tensors))
         row = {
             "name": name,
             "step": state.step,
             "batch_index": state.batch_index,
             "attempt": self.ledger.attempt,
-            "digest": digest,
+            "digest": combine(digest_tensors(tensors)),
         }
         record = {
             "config": to_dict(self.config),
@@ -127,25 +125,21 @@ class Keeping:
                 self.path(name), tensors, record, asynchronous=asynchronous, group=self.save_group, staging=self.staging
             )
         except CheckpointError as error:
-            self.warn(state, f"checkpoint {name} was not written: {error}")
-            return time.perf_counter() - begun
+            self.warn(
+                state, f"{name} was not written: {error}; training goes on, the checkpoint before it is untouched"
+            )
+            return False
         self._pending = (pending, row)
-        if not asynchronous:
-            self.wait()
-        return time.perf_counter() - begun
+        return True if asynchronous else self.wait()
 
-    def collect(self, state: TrainState) -> None:
-        """Take note of a background save that has ended on every rank, and of checkpoints that have proved healthy."""
-        if self._pending is not None:
-            done = self._pending[0].done()
-            if from_rank_zero(done, self.world):
-                self.wait()
-        self._certify(state)
+    def save_ended(self) -> bool:
+        """Whether a background save was in flight and has ended on rank 0; the same answer on every rank."""
+        return self._pending is not None and bool(from_rank_zero(self._pending[0].done(), self.world))
 
-    def wait(self) -> None:
-        """Wait for the save in flight, note it in the ledger and drop checkpoints that need not be kept."""
+    def wait(self) -> bool:
+        """Wait for the save in flight, if any, and note it in the ledger; False when it failed, which is said."""
         if self._pending is None:
-            return
+            return True
         pending, row = self._pending
         self._pending = None
         try:
@@ -156,27 +150,13 @@ class Keeping:
                     f"{row['name']} was not written: {error}; training goes on, the checkpoint before it is untouched"
                 )
                 self.notify("warning", {"text": text})
-            return
+            return False
         self.record("checkpoint", **row)
-        self._prune()
+        return True
 
     def path(self, name: str) -> Path:
         """Folder of a checkpoint."""
         return self.folder / "checkpoints" / name
-
-    def newest_good(self, at_or_before: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint of the surviving run (at or before a batch) that is whole on disk; refused ones are said aloud."""
-        for checkpoint in reversed(self.ledger.surviving_checkpoints()):
-            if at_or_before is not None and checkpoint.batch_index > at_or_before:
-                continue
-            problems = verify(self.path(checkpoint.name), group=self.save_group)
-            if not problems:
-                return checkpoint
-            if self.world.leads:
-                self.notify(
-                    "warning", {"text": f"{checkpoint.name} is refused: {problems[0]}; trying the one before it"}
-                )
-        return None
 
     def load(self, name: str, state: TrainState) -> dict[str, Any]:
         """Restore a checkpoint into the state, in place, and return what it recorded. Raises CheckpointError."""
@@ -194,25 +174,3 @@ class Keeping:
         name = checkpoint_name(state.step, self.ledger.attempt)
         taken = {c.name for c in self.ledger.checkpoints}
         return f"{name}-batch-{state.batch_index:06d}" if name in taken else name
-
-    def _certify(self, state: TrainState) -> None:
-        healthy = self.config.guard.certify_after
-        if state.guard.healthy_batches < healthy:
-            return
-        for checkpoint in self.ledger.surviving_checkpoints():
-            old_enough = state.batch_index - checkpoint.batch_index >= healthy
-            if old_enough and checkpoint.name not in self.ledger.certified:
-                self.record("certified", name=checkpoint.name)
-
-    def _prune(self) -> None:
-        if not self.store:
-            return
-        keep = self.config.checkpoint
-        surviving = [c.name for c in self.ledger.surviving_checkpoints()]
-        doomed = to_delete(
-            surviving, keep_last=keep.keep_last, keep_every=keep.keep_every, certified=self.ledger.certified
-        )
-        left_behind = [c.name for c in self.ledger.checkpoints if c.name not in surviving]
-        for name in [*doomed, *left_behind]:
-            if self.path(name).exists():
-                remove_checkpoint(self.path(name))

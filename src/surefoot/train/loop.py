@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
+
 from surefoot.data.loader import Batch
 from surefoot.guard.actions import Halt, Proceed, Rollback, SkipUpdate
 from surefoot.guard.guard import Judge, Verdict, judge
@@ -16,11 +18,13 @@ from surefoot.train.evaluate import TrainingData, cadence_metrics
 from surefoot.train.first_batch import doubt_initial_loss, prove_first_batch
 from surefoot.train.interrupt import StopRequest
 from surefoot.train.keeping import Keeping
-from surefoot.train.rollback import roll_back
+from surefoot.train.manifest import CheckpointError
+from surefoot.train.rollback import NoTarget, roll_back
 from surefoot.train.setup import Setup
 from surefoot.train.snapshot import SnapshotRing
 from surefoot.train.state import TrainState
 from surefoot.train.step import StepOutcome, train_step
+from surefoot.train.stock import certify, prune
 
 
 class Watcher(Protocol):
@@ -50,7 +54,7 @@ def train(
 ) -> Ending:
     """Consume batches until ``steps`` updates are applied, the run is asked to stop, or the guard halts it.
 
-    Every ending but a halt leaves a checkpoint of its last state.
+    Every ending but a halt leaves a checkpoint of its last state; CheckpointError when that cannot be written.
     """
     config, world = setup.config, setup.world
     snapshots = SnapshotRing(config.guard.snapshots)
@@ -75,18 +79,31 @@ def train(
             case SkipUpdate(cause=cause):
                 keeping.record("skip", batch_index=batch.batch_index, step=state.step, cause=cause)
             case Rollback() as action:
-                roll_back(action, state, setup, data.loader, keeping, snapshots)
+                try:
+                    roll_back(action, state, setup, data.loader, keeping, snapshots)
+                except NoTarget as nowhere:
+                    return halt(keeping, batch, f"{action.cause}; {nowhere}")
                 continue
             case Halt(reason=reason):
-                keeping.wait()
-                keeping.record("verdict", action="halt", text=reason, batch_index=batch.batch_index)
-                keeping.record("stop", reason=reason)
-                return Ending("halted", reason)
+                return halt(keeping, batch, reason)
         keep_up(state, setup, keeping, snapshots, outcome)
         if outcome.stop_asked:
             break
-    keeping.save(state, asynchronous=False)
+    if not keeping.save(state, asynchronous=False):
+        raise CheckpointError(
+            f"{keeping.folder}: the state at step {state.step} could not be written, see above; the same command continues from the "
+            "checkpoint before it once there is room"
+        )
+    prune(keeping)
     return Ending("done") if state.step >= config.steps else Ending("stopped")
+
+
+def halt(keeping: Keeping, batch: Batch, reason: str) -> Ending:
+    """End the run with a diagnosis in the ledger."""
+    keeping.wait()
+    keeping.record("verdict", action="halt", text=reason, batch_index=batch.batch_index)
+    keeping.record("stop", reason=reason)
+    return Ending("halted", reason)
 
 
 def describe(
@@ -139,10 +156,15 @@ def keep_up(state: TrainState, setup: Setup, keeping: Keeping, snapshots: Snapsh
     config = setup.config
     if due(state.batch_index, config.guard.snapshot_every):
         snapshots.take(state)
-    keeping.collect(state)
+    if keeping.save_ended():
+        keeping.wait()
+        prune(keeping)
+    certify(keeping, state)
     last = state.step >= config.steps or outcome.stop_asked
     if due(state.step, config.checkpoint.every) and not outcome.skipped and not last:
         keeping.save(state, asynchronous=config.checkpoint.asynchronous)
+        if not config.checkpoint.asynchronous:
+            prune(keeping)
 
 
 def due(count: int, every: int) -> bool:
@@ -157,14 +179,16 @@ def speed(setup: Setup, rows: int, seconds: float, waited: float) -> dict[str, f
         "perf/step_s": seconds,
         "perf/tokens_per_s": per_second,
         "perf/data_wait_s": waited,
-        "perf/memory_gib": memory_gib(),
+        "perf/memory_gib": memory_gib(setup.world.device),
     }
     if setup.peak_flops > 0:
         figures["perf/mfu"] = per_second * setup.flops_per_token / (setup.peak_flops * setup.world.size)
     return figures
 
 
-def memory_gib() -> float:
-    """Largest resident memory of this process so far, GiB."""
+def memory_gib(device: torch.device) -> float:
+    """Most memory held so far, GiB: of the GPU by torch, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1024**3
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1024**3

@@ -5,7 +5,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,13 @@ import torch
 
 from surefoot.config.run import RunConfig
 from surefoot.guard.ledger import Checkpoint
-from surefoot.train.checkpoint_match import read_record
+from surefoot.monitor.run import Run
+from surefoot.train.checkpoint import verify
 from surefoot.train.keeping import Keeping
+from surefoot.train.manifest import CheckpointError
+from surefoot.train.rollback import restore_checkpoint
 from surefoot.train.state import TrainState
-
-FORKED = "fork-"
-"""Prefix of the parent's checkpoint in a fork's folder."""
-
-
-class ResumeRefused(Exception):
-    """The folder holds a run that this config does not continue; the text names what differs and the way out (exit code 2)."""
+from surefoot.train.stock import FORKED, ResumeRefused, newest_good, set_aside, take_stock
 
 
 def begin_or_resume(state: TrainState, keeping: Keeping, *, changed: Sequence[str] = ()) -> str:
@@ -37,85 +34,67 @@ def begin_or_resume(state: TrainState, keeping: Keeping, *, changed: Sequence[st
         raise ResumeRefused(
             f"{keeping.folder} is a fork that was interrupted before it began; run the same `surefoot fork` again with --fresh"
         )
-    adopt_unrecorded(keeping)
-    checkpoint = keeping.newest_good()
+    take_stock(keeping)
+    found = newest_good(keeping)
+    checkpoint = found.checkpoint
     cause = f"with changed {', '.join(changed)}" if changed else ""
     if checkpoint is None:
+        if keeping.ledger.surviving_checkpoints() or keeping.ledger.lineage:
+            what = found.problem or "their folders are gone"
+            raise CheckpointError(
+                f"{keeping.folder}: none of its checkpoints can be used ({what}), and starting again from step 0 would be another run "
+                "under its name. Restore one, or start over with --fresh"
+            )
         first = keeping.ledger.attempt == 0
         keeping.open_attempt("start" if first else "resume", from_step=0, from_batch=0, cause=cause)
         return "starting" if first else "no checkpoint was written yet: starting again from step 0"
     keeping.open_attempt(
         "resume", from_step=checkpoint.step, from_batch=checkpoint.batch_index, checkpoint=checkpoint.name, cause=cause
     )
-    keeping.load(checkpoint.name, state)
+    set_aside(keeping, found.refused)
+    restore_checkpoint(checkpoint.name, state, keeping)
     return f"continuing from {checkpoint.name} at step {checkpoint.step:,} (batch {checkpoint.batch_index:,})"
-
-
-def adopt_unrecorded(keeping: Keeping) -> None:
-    """Note whole checkpoints that a crash left on disk before their ledger row was written, where they belong to the surviving run."""
-    rows: list[dict[str, Any]] = []
-    if keeping.world.leads:
-        known = {c.name for c in keeping.ledger.checkpoints}
-        root = keeping.folder / "checkpoints"
-        for folder in sorted(root.iterdir()) if root.is_dir() else []:
-            if folder.name not in known and (folder / "manifest.json").exists():
-                row = _recorded(folder, keeping)
-                if row is not None:
-                    rows.append(row)
-    for row in keeping.from_leader(rows):
-        keeping.record("checkpoint", **row)
-
-
-def _recorded(folder: Path, keeping: Keeping) -> dict[str, Any] | None:
-    """The ledger row of a checkpoint on disk, if this run's surviving lineage wrote it."""
-    ledger = keeping.ledger
-    try:
-        record = read_record(folder)
-        row, prefix = dict(record["checkpoint"]), record["ledger"]
-        if ledger.lineage and folder.name == FORKED + row["name"]:
-            return row | {"name": folder.name, "attempt": 1}
-        belongs = (
-            row["name"] == folder.name
-            and prefix["rows"] <= len(ledger.rows)
-            and ledger.prefix_hash(prefix["rows"]) == prefix["hash"]
-            and 1 <= row["attempt"] <= ledger.attempt
-            and row["batch_index"] <= ledger.end_of(row["attempt"])
-        )
-    except (OSError, KeyError, ValueError, TypeError):
-        return None
-    return row if belongs else None
 
 
 def begin_fork(
     state: TrainState,
     keeping: Keeping,
-    source: Path,
+    parent: Run,
     checkpoint: Checkpoint,
-    parent: Path,
     changes: Sequence[tuple[str, str, str]],
+    knows: Callable[[str], bool],
 ) -> str:
-    """Begin a fork: lineage in the ledger, the parent's checkpoint copied so that the fork stands alone, its state restored.
+    """Begin a fork: the parent's checkpoint copied so that the fork stands alone, lineage in the ledger, its state restored.
 
     Parameters that the fork's model shares with the parent's (by name and shape) are restored with their moments; others keep their
-    initial draw, and are named. Collective over ranks.
+    initial draw, and are named. Documents that the parent excluded stay excluded, where ``knows`` says that the fork's data hold them.
+    Collective over ranks. Raises CheckpointError, before anything is written, when the checkpoint is damaged.
     """
     keeping.share_ledger()
-    keeping.record(
-        "lineage",
-        parent=os.path.relpath(parent.resolve(), keeping.folder.resolve()),
-        step=checkpoint.step,
-        batch_index=checkpoint.batch_index,
-        checkpoint=checkpoint.name,
-        diff=[list(change) for change in changes],
-    )
+    source = parent.folder / "checkpoints" / checkpoint.name
+    if problems := verify(source, group=keeping.save_group):
+        raise CheckpointError(f"{source} cannot be forked: {problems[0]}")
     name = FORKED + checkpoint.name
     if keeping.world.leads and not keeping.path(name).exists():
         partial = keeping.path(f".{name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(source, partial)
         partial.rename(keeping.path(name))
+    keeping.record(
+        "lineage",
+        parent=os.path.relpath(parent.folder.resolve(), keeping.folder.resolve()),
+        step=checkpoint.step,
+        batch_index=checkpoint.batch_index,
+        checkpoint=checkpoint.name,
+        diff=[list(change) for change in changes],
+    )
+    excluded = [item for item in parent.ledger.exclusions if knows(item.document)]
     keeping.open_attempt(
-        "fork", from_step=checkpoint.step, from_batch=checkpoint.batch_index, checkpoint=checkpoint.name
+        "fork",
+        from_step=checkpoint.step,
+        from_batch=checkpoint.batch_index,
+        checkpoint=checkpoint.name,
+        exclude=tuple(excluded),
     )
     keeping.record(
         "checkpoint",
@@ -125,7 +104,7 @@ def begin_fork(
         attempt=keeping.ledger.attempt,
         digest=checkpoint.digest,
     )
-    fresh = keeping.load_shared(name, state)
+    fresh = restore_checkpoint(name, state, keeping)
     new = f"; drawn anew: {', '.join(fresh)}" if fresh else ""
     return f"forked from {parent.name} at step {checkpoint.step:,} (batch {checkpoint.batch_index:,}){new}"
 

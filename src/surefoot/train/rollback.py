@@ -7,60 +7,77 @@ from surefoot.config.data import Exclusion
 from surefoot.data.loader import Loader
 from surefoot.guard.actions import Rollback
 from surefoot.guard.guard import GuardState
-from surefoot.parallel.shard import fill_parameters
+from surefoot.parallel.shard import fill_parameters, reshard
 from surefoot.train.keeping import Keeping
 from surefoot.train.setup import Setup
 from surefoot.train.snapshot import SnapshotRing
 from surefoot.train.state import TrainState
+from surefoot.train.stock import FORKED, newest_good, set_aside
+
+FIRST: dict[str, Any] = {"step": 0, "batch_index": 0, "smoothed_loss": 0.0, "guard": GuardState()}
+"""The counters before the first batch."""
+
+
+class NoTarget(Exception):
+    """There is no state to go back to; the text says why."""
 
 
 def roll_back(
     action: Rollback, state: TrainState, setup: Setup, loader: Loader, keeping: Keeping, snapshots: SnapshotRing
 ) -> None:
-    """Carry out a rollback: decide the target, write it to the ledger, then restore.
+    """Carry out a rollback: choose the state to restore, write the decision to the ledger, then restore.
 
-    The target is the newest state at or before ``action.to_batch`` that every rank has in memory, else the newest good checkpoint of
-    the surviving run, else the initial weights. The documents are blanked from the target's batch onward. A crash after the ledger row
-    resumes from disk at or before the same batch with the same exclusions, which is the same run.
+    Restored is the newest state at or before ``action.to_batch`` that every rank has in memory, else the newest good checkpoint of the
+    surviving run, else the initial weights. The documents are blanked from ``to_batch`` onward, whatever was restored: batches in between
+    are read again as they were, so the run does not depend on which states happened to be kept, and a crash after the ledger row resumes
+    the same run from disk. Collective. Raises NoTarget for a fork that would have to go back beyond its beginning.
     """
     keeping.wait()
     snapshot = snapshots.newest_common(action.to_batch, setup.world)
-    checkpoint = keeping.newest_good(action.to_batch)
+    found = newest_good(keeping, action.to_batch)
+    checkpoint = found.checkpoint
     if snapshot is not None and (checkpoint is None or snapshot.batch_index >= checkpoint.batch_index):
         from_batch, from_step, source = snapshot.batch_index, int(snapshot.counters["step"]), "snapshot"
     elif checkpoint is not None:
         from_batch, from_step, source = checkpoint.batch_index, checkpoint.step, checkpoint.name
+    elif keeping.ledger.lineage:
+        raise NoTarget(f"no state at or before batch {action.to_batch} is left, and this fork began later than batch 0")
     else:
         from_batch, from_step, source = 0, 0, ""
-    spans_before = {doc: loader.spans_read_before(doc, from_batch) for doc in action.exclude}
     keeping.record(
         "verdict",
         action="rollback",
         text=f"Rolling back: {action.cause}.",
         batch_index=state.batch_index,
-        from_batch=from_batch,
+        to_batch=action.to_batch,
         exclude=list(action.exclude),
-        spans_read_before=spans_before,
+        spans_read_before={doc: loader.spans_read_before(doc, action.to_batch) for doc in action.exclude},
     )
     keeping.open_attempt(
         "rollback",
         from_step=from_step,
         from_batch=from_batch,
         checkpoint=source,
-        exclude=tuple(Exclusion(document=document, from_batch=from_batch) for document in action.exclude),
+        exclude=tuple(Exclusion(document=document, from_batch=action.to_batch) for document in action.exclude),
         cause=action.cause,
     )
+    set_aside(keeping, found.refused)
+    reshard(state.model)
     if source == "snapshot" and snapshot is not None:
         snapshots.restore(snapshot, state)
-    elif checkpoint is not None and source:
-        keeping.load(checkpoint.name, state)
-        snapshots.forget_after(from_batch)
-    else:
-        restore_initial(state, setup)
-        snapshots.forget_after(0)
+        return
+    snapshots.forget_after(from_batch)
+    restore_initial(state, setup)
+    if source:
+        restore_checkpoint(source, state, keeping)
 
 
-FIRST: dict[str, Any] = {"step": 0, "batch_index": 0, "smoothed_loss": 0.0, "guard": GuardState()}
+def restore_checkpoint(name: str, state: TrainState, keeping: Keeping) -> list[str]:
+    """Load a checkpoint; from a parent's copy only what fits, the rest as it is drawn. Returns the parameters that were not in it."""
+    if name.startswith(FORKED):
+        return keeping.load_shared(name, state)
+    keeping.load(name, state)
+    return []
 
 
 def restore_initial(state: TrainState, setup: Setup) -> None:

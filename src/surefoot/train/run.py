@@ -11,24 +11,28 @@ from pathlib import Path
 from typing import Any, cast
 
 from surefoot.config.codec import from_toml, to_toml
+from surefoot.config.errors import ConfigError
 from surefoot.config.fingerprint import changed_computation, fingerprint, refuse_changes
 from surefoot.config.run import RunConfig
+from surefoot.config.validate import validate
 from surefoot.data.build import Progress, prepare
 from surefoot.data.prepared import PreparedData
 from surefoot.guard.ledger import Checkpoint
 from surefoot.monitor.durable import read_json
+from surefoot.monitor.run import Run
 from surefoot.monitor.store import RunStore
 from surefoot.parallel.apply import compiles
 from surefoot.parallel.device import choose_precision, peak_flops
-from surefoot.parallel.mesh import World, barrier
+from surefoot.parallel.mesh import World, wait_for_leader
 from surefoot.parallel.precision import Precision
 from surefoot.train.checkpoint import own_group
 from surefoot.train.evaluate import TrainingData
 from surefoot.train.keeping import Keeping, Notify
-from surefoot.train.opening import ResumeRefused, begin_fork, begin_or_resume, environment, environment_changes
+from surefoot.train.opening import begin_fork, begin_or_resume, environment, environment_changes
 from surefoot.train.setup import Setup, set_up
 from surefoot.train.snapshot import check_budget
 from surefoot.train.state import TrainState
+from surefoot.train.stock import ResumeRefused
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class OpenRun:
 class ForkOf:
     """Where a fork begins."""
 
-    parent: Path
+    parent: Run
     checkpoint: Checkpoint
     changes: Sequence[tuple[str, str, str]]
     """Dotted key, value in the parent, value in the fork."""
@@ -72,10 +76,13 @@ def open_run(
 ) -> Iterator[OpenRun]:
     """Open or continue the run in ``folder``; on leaving, wait for what is being written and let the folder go.
 
-    ``peak`` (FLOP/s) is what MFU is a share of: None measures it, 0 leaves MFU out. Collective over ranks. Raises ConfigError when the folder's run was started with another config, DataError for data that cannot be
-    trained on, StoreError for a folder that cannot be written, EnvironmentFault, CheckpointError.
+    ``peak`` (FLOP/s) is what MFU is a share of: None measures it, 0 leaves MFU out. Collective over ranks. Raises ConfigError when the
+    folder's run was started with another config or the config does not fit the ranks, DataError for data that cannot be trained on,
+    StoreError for a folder that cannot be written, ResumeRefused, EnvironmentFault, CheckpointError.
     """
     asked = fingerprint(config)
+    if problems := validate(config, world.size):
+        raise ConfigError(problems)
     say = partial(_warn, notify)
     store = RunStore(folder, say) if world.leads else None
     try:
@@ -100,10 +107,10 @@ def open_run(
             save_group=own_group(),
         )
         if store:
-            write_down(store, config, prepared, world, say, resumed=before is not None)
+            data_may_change = any(key.split(".")[0] == "data" for key in allow_change)
+            write_down(store, config, prepared, world, say, resumed=before is not None, data_may_change=data_may_change)
         if fork is not None:
-            source = fork.parent / "checkpoints" / fork.checkpoint.name
-            opening = begin_fork(state, keeping, source, fork.checkpoint, fork.parent, fork.changes)
+            opening = begin_fork(state, keeping, fork.parent, fork.checkpoint, fork.changes, data.loader.holds)
         else:
             opening = begin_or_resume(state, keeping, changed=changed)
         try:
@@ -143,10 +150,10 @@ def settle(config: RunConfig, before: RunConfig | None, world: World) -> RunConf
 
 
 def prepare_together(config: RunConfig, world: World, progress: Progress | None) -> PreparedData:
-    """Rank 0 builds what is missing; the others then find it."""
+    """Rank 0 builds what is missing, for as long as it takes; the others then find it."""
     if world.leads:
         prepared = prepare(config.data, progress=progress)
-    barrier(world)
+    wait_for_leader(world, "data")
     return prepared if world.leads else prepare(config.data)
 
 
@@ -158,13 +165,15 @@ def write_down(
     say: Callable[[str], None],
     *,
     resumed: bool,
+    data_may_change: bool,
 ) -> None:
     """config.toml, env.json and a copy of the tokenizer; what changed in the environment since the last start is said."""
     prints = {"data_fingerprint": prepared.fingerprint, "tokenizer_fingerprint": prepared.tokenizer_fingerprint}
     now: dict[str, Any] = environment(config, prints) | {"world_size": world.size}
     if resumed:
         before = read_json(store.folder / "env.json")
-        if before.get("data_fingerprint", prepared.fingerprint) != prepared.fingerprint:
+        changed = before.get("data_fingerprint", prepared.fingerprint) != prepared.fingerprint
+        if changed and not data_may_change:
             raise ResumeRefused(
                 f"{store.folder}: the data is not what the run started with (fingerprint {before['data_fingerprint']}, now "
                 f"{prepared.fingerprint}): a resumed run would read other batches. Restore the data, or `surefoot fork {store.folder} --at STEP`"

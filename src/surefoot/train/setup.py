@@ -1,6 +1,5 @@
 """Everything a step needs that does not change, and the state it starts from."""
 
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import cast, get_args
 import torch
 from torch import Tensor
 
+from surefoot.config.errors import ConfigError
 from surefoot.config.run import RunConfig
 from surefoot.model.count import flops_per_token
 from surefoot.model.parametrization import Role, draw_parameter, residual_writers, roles
@@ -46,13 +46,16 @@ class Setup:
 def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple[Setup, TrainState]:
     """Build the model under its layout, with initial weights drawn from (seed, name), and the optimiser by roles.
 
-    ``config.parallel.precision`` must be resolved. Raises ValueError when the batch does not divide over the ranks.
+    ``config.parallel.precision`` must be resolved. Raises ConfigError when the batch does not divide over the ranks, or
+    the attention backend does not run on the device.
     """
     if config.parallel.precision not in get_args(Precision):
         raise ValueError(
             f"parallel.precision={config.parallel.precision} must be resolved before set_up: one of {get_args(Precision)}"
         )
     check_rows(config, world.size)
+    if config.model.attention_backend == "flex" and world.device.type == "cpu":
+        raise ConfigError(["model.attention_backend=flex has no backward on the CPU; take auto, eager or sdpa"])
     set_determinism(config)
     compute = compute_dtype(cast(Precision, config.parallel.precision))
     with torch.device("meta"):
@@ -83,7 +86,7 @@ def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple
 
 
 def check_rows(config: RunConfig, num_ranks: int) -> None:
-    """Raise ValueError, with the nearest legal sizes, when some stage's batch does not divide over ranks and micro-batches."""
+    """Raise ConfigError, with the nearest legal sizes, when some stage's batch does not divide over ranks and micro-batches."""
     sizes = {"data.batch_size": config.data.batch_size}
     sizes |= {f"data.batch_stages.{i}.batch_size": s.batch_size for i, s in enumerate(config.data.batch_stages)}
     unit = num_ranks * (config.parallel.micro_batch_size or 1)
@@ -91,18 +94,17 @@ def check_rows(config: RunConfig, num_ranks: int) -> None:
         if size % unit:
             low, high = size // unit * unit, -(-size // unit) * unit
             nearest = f"{low}, {high}" if low else f"{high}"
-            raise ValueError(
-                f"{key}={size} does not divide over {num_ranks} ranks with parallel.micro_batch_size="
-                f"{config.parallel.micro_batch_size}; nearest: {nearest}"
+            raise ConfigError(
+                [
+                    f"{key}={size} does not divide over {num_ranks} ranks with parallel.micro_batch_size="
+                    f"{config.parallel.micro_batch_size}; nearest: {nearest}"
+                ]
             )
 
 
 def set_determinism(config: RunConfig) -> None:
     """Fix, or free, everything in torch that can change bits between two runs."""
     strict = config.determinism == "strict"
-    if strict:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("NCCL_ALGO", "Ring")
     torch.use_deterministic_algorithms(strict)
     # Filling fresh memory would only hide a read of it, at the price of one pass over every buffer.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
