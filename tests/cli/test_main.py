@@ -16,6 +16,7 @@ from surefoot.parallel.mesh import EnvironmentFault
 PACKAGE = Path(surefoot.__file__).parent
 INSIDE = {
     "surefoot.config.text_value.NotReadable",  # becomes a ConfigError in the decoder
+    "surefoot.train.rollback.NoTarget",  # becomes a halt in the loop
     "surefoot.proof.rehearsal.Crashed",  # an injected death
     "surefoot.parallel.fork_launch.RankFailed",  # of the launcher that tests use
 }

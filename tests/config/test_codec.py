@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
+from sample_config import tiny
 from surefoot.config.codec import from_dict, from_toml, resolve, to_dict, to_toml
 from surefoot.config.data import DataConfig
 from surefoot.config.diff import diff
@@ -14,7 +15,6 @@ from surefoot.config.model import Custom, ModelConfig
 from surefoot.config.optim import WSD, AdamW, Cosine, OptimConfig
 from surefoot.config.run import CheckpointConfig, EvalConfig, LogConfig, RunConfig
 from surefoot.config.schema import element, settings, variants
-from surefoot.recipes.tiny import tiny
 
 TEXTS = (
     "",

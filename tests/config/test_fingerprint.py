@@ -4,12 +4,12 @@ import random
 
 import pytest
 
+from sample_config import tiny
 from surefoot.config.codec import from_dict, resolve, to_dict
 from surefoot.config.diff import flatten
 from surefoot.config.errors import ConfigError
 from surefoot.config.fingerprint import changed_computation, fingerprint, refuse_changes
 from surefoot.config.run import RunConfig
-from surefoot.recipes.tiny import tiny
 
 FREE_FLAGS = [
     ("--log.print_every", "3"),

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from sample_config import tiny
 from surefoot.config.bounds import BOUNDS, numbers
 from surefoot.config.codec import resolve
 from surefoot.config.errors import ConfigError
 from surefoot.config.run import RunConfig
 from surefoot.config.schema import every_setting
 from surefoot.config.validate import validate
-from surefoot.recipes.tiny import tiny
 
 DOCUMENT = "0123456789abcdef"
 
