@@ -28,6 +28,6 @@ proof: dev       ## the long proofs; resumable, results under docs/proof
 	@$(RUN) surefoot.proof.kill --kills 100 --out docs/proof
 
 device-check: dev ## the checks that need a GPU
-	@$(RUN) pytest -m device tests/device
+	@$(RUN) pytest -m device tests/device -s
 
 .PHONY: help venv dev train test check proof device-check

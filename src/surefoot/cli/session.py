@@ -138,6 +138,8 @@ def run_to_end(
             handler = keep_log(run, folder)
             console = _console(run) if world.leads else None
             notices.console = console
+            if config.parallel.compile == "auto" and run.config.parallel.compile == "off":
+                notices.say("parallel.compile=auto: there is no C++ compiler, so blocks are not compiled")
             if world.leads:
                 names = run.config.log.trackers
                 notices.trackers = open_trackers(names, folder, run.keeping.ledger, to_dict(run.config), notices.say)
