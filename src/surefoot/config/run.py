@@ -31,7 +31,7 @@ class EvalConfig:
     every: int = 100
     """Steps between evaluations; 0 is only at the end."""
     rows: int = 64
-    """Rows per domain on the cadence, the first of the split; 0 is all."""
+    """Rows per domain on the cadence, spread over its held-out text; 0 is all."""
     final_rows: int = 0
     """Rows per domain at the end of the run; 0 is all."""
     batch_size: int = 16

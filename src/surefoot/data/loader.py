@@ -162,7 +162,16 @@ class EvalRows:
 
     def rows(self, start: int, stop: int) -> EvalBatch:
         """Rows [start, stop) of the split, fewer at its end."""
-        numbers = np.arange(start, min(stop, self.num_rows), dtype=np.int64)
+        return self.take(np.arange(start, min(stop, self.num_rows), dtype=np.int64))
+
+    def spread(self, count: int) -> npt.NDArray[np.int64]:
+        """Numbers of ``count`` rows at even distances over the split (0, or more than there are: all): a fair sample of its documents."""
+        if count <= 0 or count >= self.num_rows:
+            return np.arange(self.num_rows, dtype=np.int64)
+        return np.arange(count, dtype=np.int64) * self.num_rows // count
+
+    def take(self, numbers: npt.NDArray[np.int64]) -> EvalBatch:
+        """The rows of these numbers."""
         samples_B3 = np.zeros((len(numbers), 3), dtype=np.int64)
         samples_B3[:, 0] = self.source
         samples_B3[:, 2] = numbers

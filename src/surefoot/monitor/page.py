@@ -167,7 +167,7 @@ def _domains(domains: tuple[Domain, ...]) -> str:
             ("xz", domain.xz_bits_per_byte),
         ]
         known = [(name, value) for name, value in bars if math.isfinite(value)]
-        most = max(domain.first_bits_per_byte, *(value for _, value in known))
+        most = max([value for _, value in known] + [v for v in (domain.first_bits_per_byte,) if math.isfinite(v)])
         rows = "".join(_bar(name, value, most) for name, value in known)
         first = (
             f" It began at {domain.first_bits_per_byte:.2f}."

@@ -144,22 +144,24 @@ def domain_names(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def domains(run: Run, metrics: Columns) -> tuple[Domain, ...]:
-    """The newest held-out figures of every domain, beside the compressors'."""
+    """Held-out figures of every domain beside the compressors': of all its text at the end of the run, until then of the cadence's rows."""
     sticks = {e["domain"]: Yardstick.read(e) for e in run.events if e["kind"] == Yardstick.kind}
+    finish = run.ledger.finish or {}
+    whole: dict[str, float] = finish.get("bits_per_byte", {})
     found = []
-    for name in domain_names(metrics):
-        bits, loss = metrics[f"eval/{name}/bits_per_byte"], column(metrics, f"eval/{name}/loss")
+    for name in dict.fromkeys([*domain_names(metrics), *whole]):
+        bits, loss = column(metrics, f"eval/{name}/bits_per_byte"), column(metrics, f"eval/{name}/loss")
         places = np.flatnonzero(~np.isnan(bits))
-        if not len(places):
+        if not len(places) and name not in whole:
             continue
-        last, stick = places[-1], sticks.get(name)
+        last, stick = places[-1] if len(places) else -1, sticks.get(name)
         found.append(
             Domain(
                 name=name,
-                step=int(metrics["step"][last]),
-                loss=float(loss[last]),
-                bits_per_byte=float(bits[last]),
-                first_bits_per_byte=float(bits[places[0]]),
+                step=int(finish["step"] if whole else metrics["step"][last]),
+                loss=float(finish["loss"][name] if whole else loss[last]),
+                bits_per_byte=float(whole[name] if whole else bits[last]),
+                first_bits_per_byte=float(bits[places[0]]) if len(places) else math.nan,
                 zlib_bits_per_byte=stick.zlib_bits_per_byte if stick else math.nan,
                 xz_bits_per_byte=stick.xz_bits_per_byte if stick else math.nan,
             )

@@ -54,16 +54,17 @@ class DomainLoss:
 
 
 def evaluate(model: nn.Module, setup: Setup, held_out: EvalRows, num_rows: int) -> DomainLoss:
-    """Loss of the first ``num_rows`` held-out rows of a domain (0: all). Collective over ranks, which share the rows."""
+    """Loss of ``num_rows`` held-out rows of a domain, spread over all of them (0: all). Collective over ranks, which share the rows."""
     world = setup.world
-    rows = min(num_rows, held_out.num_rows) if num_rows else held_out.num_rows
+    numbers = held_out.spread(num_rows)
+    rows = len(numbers)
     size = setup.config.eval.batch_size
     nats = targets = firsts = num_bytes = 0.0
     stride = size * world.size
     for start in range(0, rows, stride):
         # Every rank runs every round, on rows of the first round where none is left, since a sharded forward is collective.
         begin = start + world.rank * size
-        mine = held_out.rows(begin, min(begin + size, rows)) if begin < rows else held_out.rows(0, 1)
+        mine = held_out.take(numbers[begin : begin + size] if begin < rows else numbers[:1])
         with torch.no_grad():
             sums: LossSums = model(*on_device(mine.batch, setup))
         if begin < rows:
@@ -83,7 +84,7 @@ def evaluate(model: nn.Module, setup: Setup, held_out: EvalRows, num_rows: int) 
 
 
 def cadence_metrics(model: nn.Module, setup: Setup, data: TrainingData) -> dict[str, float]:
-    """The ``eval/*`` metrics of the cadence: the first ``eval.rows`` held-out rows of every domain."""
+    """The ``eval/*`` metrics of the cadence: ``eval.rows`` held-out rows of every domain, always the same ones."""
     metrics: dict[str, float] = {}
     for held_out in data.held_out:
         result = evaluate(model, setup, held_out, setup.config.eval.rows)

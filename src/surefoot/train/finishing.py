@@ -28,12 +28,8 @@ def finish(run: OpenRun) -> None:
     samples = [sample for rows in run.data.held_out if (sample := draw_sample(run, rows)) is not None]
     digest = combine(digest_tensors(state.tensors()))
     if store:
-        metrics: dict[str, float] = {}
-        for name, result in results.items():
-            metrics[f"eval/{name}/loss"] = result.loss
-            metrics[f"eval/{name}/bits_per_byte"] = result.bits_per_byte
-        store.write_metrics(state.batch_index - 1, state.step, metrics)
-        run.keeping.notify("eval", {"step": state.step, **metrics})
+        told = {f"eval/{name}/bits_per_byte": result.bits_per_byte for name, result in results.items()}
+        run.keeping.notify("eval", {"step": state.step, **told})
         for source, rows in enumerate(run.data.held_out):
             found = compression_baselines(first_bytes(held_out_texts(run.config.data, run.data.prepared, source)))
             Yardstick(
@@ -50,6 +46,7 @@ def finish(run: OpenRun) -> None:
         step=state.step,
         batch_index=state.batch_index,
         digest=digest,
+        loss={name: result.loss for name, result in results.items()},
         bits_per_byte={name: result.bits_per_byte for name, result in results.items()},
     )
     if store:

@@ -119,7 +119,7 @@ def describe(
     """The record of one consumed batch, with the evaluation and the state digest where they are due."""
     config = setup.config
     metrics = outcome.metrics | speed(setup, batch.samples_B3.shape[0], seconds, waited)
-    if due(state.step, config.eval.every) and not outcome.skipped and state.step < config.steps:
+    if due(state.step, config.eval.every) and not outcome.skipped:
         metrics |= cadence_metrics(state.model, setup, data)
     digest = ""
     if due(state.step, config.log.digest_every) and not outcome.skipped:
