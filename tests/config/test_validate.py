@@ -106,14 +106,6 @@ DOCUMENT = "0123456789abcdef"
             ["--optim.lr=20"],
             ["optim.lr=20.0 times weight_decay=0.1 is 2: one step would turn the weights over; it must be below 1"],
         ),
-        (["--steps=60"], ["optim.warmup_steps=60 must be below steps=60; nearest: --optim.warmup_steps 59"]),
-        (
-            ["--steps=70"],
-            [
-                "optim.warmup_steps=60 and decay_fraction=0.2 of steps=70 (14) overlap; "
-                "at most decay_fraction=0.143 or warmup_steps=56"
-            ],
-        ),
         (
             ["--parallel.micro_batch_size=5"],
             ["data.batch_size=32 is not divisible by parallel.micro_batch_size=5; nearest: 30, 35"],

@@ -49,3 +49,16 @@ def test_wsd_is_stable_until_its_last_fraction_and_then_falls_in_a_straight_line
 
 def test_no_warm_up_starts_at_the_peak() -> None:
     assert rates(Constant(), warmup=0)[0] == PEAK
+
+
+@pytest.mark.parametrize("schedule", [Constant(), Cosine(), Linear(), WSD(decay_fraction=0.5)])
+@pytest.mark.parametrize(("warmup", "steps"), [(80, 100), (150, 100), (3, 2)])
+def test_in_a_run_too_short_for_both_the_lower_of_warm_up_and_decay_holds(
+    schedule: Constant, warmup: int, steps: int
+) -> None:
+    config = OptimConfig(lr=PEAK, schedule=schedule, warmup_steps=warmup)
+    found = [lr_at(step, config, steps) for step in range(steps)]
+    assert all(0 <= rate <= PEAK * (step + 1) / warmup + 1e-12 or step >= warmup for step, rate in enumerate(found))
+    assert max(found) <= PEAK
+    if isinstance(schedule, WSD):
+        assert found[-1] == pytest.approx(0, abs=1e-12)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from surefoot.config.bounds import out_of_range
 from surefoot.config.data import BpeTokenizer, BytesTokenizer, DataConfig
 from surefoot.config.model import Custom, GroupedQueryAttention, ModelConfig
-from surefoot.config.optim import WSD, OptimConfig
+from surefoot.config.optim import OptimConfig
 from surefoot.config.parallel import ParallelConfig
 from surefoot.config.run import CheckpointConfig, LogConfig, RunConfig
 
@@ -44,7 +44,6 @@ def broken_rules(parts: Mapping[str, Any], world_size: int | None = None) -> lis
         (_exclusions, ("data",)),
         (_vocabulary, ("model", "data")),
         (_optim, ("optim",)),
-        (_schedule, ("optim", "steps")),
         (_micro_batches, ("data", "parallel")),
         (_checkpoint, ("checkpoint",)),
         (_log, ("log",)),
@@ -198,21 +197,6 @@ def _optim(optim: OptimConfig) -> Iterator[Rule]:
         keys = ("optim.optimizer.weight_decay", "optim.lr")
         text = f"optim.lr={optim.lr} times weight_decay={optim.optimizer.weight_decay} is {decay:g}"
         yield Rule(keys, f"{text}: one step would turn the weights over; it must be below 1")
-
-
-def _schedule(optim: OptimConfig, steps: int) -> Iterator[Rule]:
-    warmup = optim.warmup_steps
-    if warmup >= steps > 0:
-        text = f"optim.warmup_steps={warmup} must be below steps={steps}"
-        yield Rule(("optim.warmup_steps", "steps"), f"{text}; nearest: --optim.warmup_steps {steps - 1}")
-    elif isinstance(optim.schedule, WSD) and warmup + optim.schedule.decay_fraction * steps > steps:
-        fraction = optim.schedule.decay_fraction
-        most = (steps - warmup) / steps
-        keys = ("optim.schedule.decay_fraction", "optim.warmup_steps", "steps")
-        text = (
-            f"optim.warmup_steps={warmup} and decay_fraction={fraction} of steps={steps} ({fraction * steps:g}) overlap"
-        )
-        yield Rule(keys, f"{text}; at most decay_fraction={most:.3g} or warmup_steps={int(steps - fraction * steps)}")
 
 
 def _batch_sizes(data: DataConfig) -> list[tuple[str, int]]:

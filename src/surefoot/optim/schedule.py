@@ -9,15 +9,19 @@ def lr_at(step: int, config: OptimConfig, num_steps: int) -> float:
     """Learning rate of the update that takes ``step`` applied updates to ``step`` + 1.
 
     Warm-up is linear over ``warmup_steps`` updates, from lr / warmup_steps to lr. What follows runs over the remaining
-    ``num_steps`` - ``warmup_steps`` updates and reaches its final ratio at the last of them.
+    ``num_steps`` - ``warmup_steps`` updates (the decay of WSD over the last share of all) and reaches its final ratio at the last of them.
+    Where a short run makes the two overlap, the lower one holds.
     """
+    after = _ratio(step, config, num_steps)
     if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+        return min(config.lr * (step + 1) / config.warmup_steps, config.lr * after)
+    return config.lr * after
+
+
+def _ratio(step: int, config: OptimConfig, num_steps: int) -> float:
+    """Rate over peak rate that the schedule asks for, warm-up aside."""
     progress = (step + 1 - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
-    return config.lr * _ratio(min(progress, 1.0), config, num_steps)
-
-
-def _ratio(progress: float, config: OptimConfig, num_steps: int) -> float:
+    progress = min(max(progress, 0.0), 1.0)
     match config.schedule:
         case Constant():
             return 1.0
@@ -26,6 +30,6 @@ def _ratio(progress: float, config: OptimConfig, num_steps: int) -> float:
         case Cosine(min_ratio=low):
             return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
         case WSD(decay_fraction=fraction, min_ratio=low):
-            share = fraction * num_steps / max(1, num_steps - config.warmup_steps)
-            decayed = (progress - (1.0 - share)) / share if share > 0 else 0.0
+            length = fraction * num_steps
+            decayed = (step + 1 - (num_steps - length)) / length if length > 0 else 0.0
             return 1.0 + (low - 1.0) * min(max(decayed, 0.0), 1.0)

@@ -30,7 +30,7 @@ def tiny() -> RunConfig:
             seq_len=256,
             batch_size=8,
         ),
-        optim=OptimConfig(lr=3e-3, warmup_steps=40, schedule=WSD(decay_fraction=0.4)),
+        optim=OptimConfig(lr=3e-3, warmup_steps=150, schedule=WSD(decay_fraction=0.4)),
         checkpoint=CheckpointConfig(every=200),
         eval=EvalConfig(every=150, rows=32),
     )
