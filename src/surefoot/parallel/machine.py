@@ -44,11 +44,16 @@ def machine() -> Machine:
     names = ("c++", "g++", "clang++")
     return Machine(
         cpu=cpu_name(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=num_cores(),
         memory_gib=total / GIB,
         free_memory_gib=free / GIB,
         compiler=next((path for name in names if (path := shutil.which(name))), None),
     )
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_name() -> str:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from surefoot.config.parallel import ParallelConfig
+from surefoot.parallel.machine import num_cores
 
 
 class EnvironmentFault(Exception):
@@ -90,6 +91,6 @@ def _set_threads(config: ParallelConfig) -> None:
     elif "OMP_NUM_THREADS" in os.environ and local_ranks == 1:
         threads = int(os.environ["OMP_NUM_THREADS"])
     else:
-        threads = max(1, len(os.sched_getaffinity(0)) // local_ranks)
+        threads = max(1, num_cores() // local_ranks)
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)

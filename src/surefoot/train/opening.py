@@ -15,6 +15,7 @@ import torch
 from surefoot.config.run import RunConfig
 from surefoot.guard.ledger import Checkpoint
 from surefoot.monitor.run import Run
+from surefoot.parallel.machine import cpu_name, num_cores
 from surefoot.train.checkpoint import verify
 from surefoot.train.keeping import Keeping
 from surefoot.train.manifest import CheckpointError
@@ -115,8 +116,8 @@ def environment(config: RunConfig, fingerprints: dict[str, str]) -> dict[str, An
         "versions": {name: _version(name) for name in ("surefoot", "torch", "numpy", "tokenizers", "safetensors")},
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu": cpu_name(),
+        "cores": num_cores(),
         "threads": torch.get_num_threads(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "precision": config.parallel.precision,
@@ -154,13 +155,3 @@ def commit_of() -> str:
     here = Path(__file__).parent
     done = subprocess.run([git, "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip()
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "Model")):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
