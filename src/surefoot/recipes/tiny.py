@@ -32,5 +32,5 @@ def tiny() -> RunConfig:
         ),
         optim=OptimConfig(lr=3e-3, warmup_steps=150, schedule=WSD(decay_fraction=0.4)),
         checkpoint=CheckpointConfig(every=200),
-        eval=EvalConfig(every=150, rows=32),
+        eval=EvalConfig(every=100, rows=32),
     )
