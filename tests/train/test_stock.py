@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from surefoot.config.run import RunConfig
 from surefoot.monitor.run import Run
-from surefoot.proof.rehearsal import Script, rehearse
+from surefoot.proof.rehearsal import Crashed, Script, rehearse
 from surefoot.train import checkpoint as checkpoints
 from surefoot.train.manifest import CheckpointError
 from surefoot.train.stock import ResumeRefused
@@ -114,6 +115,7 @@ def test_the_next_checkpoint_to_be_certified_outlives_newer_ones(
     config: RunConfig, vary: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
     config = vary(config, **{"checkpoint.every": 2, "checkpoint.keep_last": 1, "guard.certify_after": 9})
+    config = vary(config, **{"checkpoint.asynchronous": False})
     rehearse(config, tmp_path / "run")
     ledger = Run(tmp_path / "run").ledger
     certified = ledger.newest_certified()
@@ -171,3 +173,19 @@ def test_a_checkpoint_in_between_that_cannot_be_written_is_said_and_the_run_goes
     assert end.reason == "done"
     assert any("step-000010" in warning and "the disk is full" in warning for warning in end.warnings)
     assert "step-000015-attempt-0001" in {c.name for c in Run(tmp_path / "run").ledger.checkpoints}
+
+
+def test_slow_background_saves_do_not_keep_old_checkpoints_from_being_deleted(
+    config: RunConfig, vary: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vary(config, **{"checkpoint.every": 2, "checkpoint.keep_last": 1, "guard.certify_after": 99})
+    real = checkpoints._write
+
+    def slowly(*arguments: object) -> object:
+        time.sleep(0.2)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checkpoints, "_write", slowly)
+    with pytest.raises(Crashed):
+        rehearse(config, tmp_path / "run", Script(die_after=21))
+    assert len(names(tmp_path / "run")) <= 4

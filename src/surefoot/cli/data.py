@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surefoot.cli import exit_codes
+from surefoot.cli.run_folder import run_folder
 from surefoot.cli.train_args import parse_train_args
 from surefoot.config.errors import ConfigError
 from surefoot.config.run import RunConfig
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     )
     look.add_argument("--batch", type=int, metavar="N", help="show what this batch holds, decoded")
     check = actions.add_parser("audit", help="prove from a run's rows that every sample was consumed once per epoch")
-    check.add_argument("run", type=Path, metavar="RUN")
+    check.add_argument("run", type=run_folder, metavar="RUN")
     for action in (build, look, check):
         action.add_argument("--json", action="store_true", help="JSON on standard output")
     args, rest = parser.parse_known_args(argv)
@@ -47,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
         if rest:
             raise ConfigError([f"surefoot data audit: {rest[0]} is not known; it takes a run folder and --json"])
         return audit_run(args.run, as_json=args.json)
+    if getattr(args, "batch", None) is not None and args.batch < 0:
+        raise ConfigError([f"--batch {args.batch}: batches count from 0"])
     config = parse_train_args(rest).config
     if args.action == "build":
         return build_data(config, as_json=args.json)

@@ -5,17 +5,25 @@ import json
 from pathlib import Path
 
 from surefoot.cli import exit_codes
+from surefoot.config.data import Shards
 from surefoot.config.fingerprint import fingerprint
 from surefoot.config.run import RunConfig
 from surefoot.monitor.wording import duration, short
 
 
 def show_dry_run(config: RunConfig, folder: Path, *, as_json: bool) -> int:
-    """Print parameters, FLOPs, memory and one step of a config."""
+    """Print parameters, FLOPs, memory and one step of a config; sources that are not there are a DataError, but nothing is read."""
+    from surefoot.data.prepared import open_source
+    from surefoot.data.source import list_names
     from surefoot.parallel.mesh import join_world, leave_world
     from surefoot.train.dry_run import dry_run
     from surefoot.train.run import settle
 
+    for source in config.data.sources:
+        if isinstance(source.documents, Shards):
+            open_source(source.name, Path(source.documents.path))
+        else:
+            list_names(source.documents)
     world = join_world(config.parallel, strict=config.determinism == "strict")
     try:
         settled = settle(config, None, world)

@@ -40,7 +40,7 @@ ERRORS: dict[str, int] = {
     "surefoot.parallel.digest.ReplicasDiffer": ENVIRONMENT,
     "surefoot.parallel.mesh.EnvironmentFault": ENVIRONMENT,
     "surefoot.train.manifest.CheckpointError": ENVIRONMENT,
-    "builtins.ModuleNotFoundError": ENVIRONMENT,
+    "builtins.ImportError": ENVIRONMENT,
     "builtins.MemoryError": ENVIRONMENT,
     "builtins.OSError": ENVIRONMENT,
     "builtins.KeyboardInterrupt": INTERRUPTED,

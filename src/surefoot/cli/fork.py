@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surefoot.cli import exit_codes
+from surefoot.cli.run_folder import run_folder
 from surefoot.config.codec import from_toml, resolve
 from surefoot.config.diff import diff
 from surefoot.config.errors import ConfigError
@@ -24,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
         description="Starts a new run from a checkpoint of another, with changed data, schedule, optimiser or model, and trains it.",
         allow_abbrev=False,
     )
-    parser.add_argument("parent", metavar="RUN", type=Path, help="the run folder to start from")
+    parser.add_argument("parent", metavar="RUN", type=run_folder, help="the run folder to start from")
     parser.add_argument("--at", metavar="STEP", type=int, required=True, help="step of the checkpoint")
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], dest="sets", help="a changed setting; repeat it"
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
     if args.fresh:
         move_aside_once(folder)
-    if not args.fresh and say_finished(folder, as_json=args.json):
+    if not args.fresh and say_finished(config, folder, as_json=args.json):
         return exit_codes.DONE
     begun = (folder / "ledger.jsonl").exists() and bool(Run(folder).attempts)
     fork = None if begun else ForkOf(parent=parent, checkpoint=checkpoint, changes=diff(before, config))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surefoot.cli import exit_codes
+from surefoot.cli.run_folder import run_folder
 
 if TYPE_CHECKING:  # help must answer at once, and reading runs takes numpy
     from surefoot.monitor.run import Run
@@ -25,10 +26,10 @@ def main(argv: Sequence[str]) -> int:
     every = actions.add_parser("list", help="all runs in a folder", allow_abbrev=False)
     every.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="default: runs")
     one = actions.add_parser("show", help="how a run went or stands", allow_abbrev=False)
-    one.add_argument("run", type=Path, metavar="RUN")
+    one.add_argument("run", type=run_folder, metavar="RUN")
     two = actions.add_parser("diff", help="configs and rows of two runs", allow_abbrev=False)
-    two.add_argument("a", type=Path, metavar="A")
-    two.add_argument("b", type=Path, metavar="B")
+    two.add_argument("a", type=run_folder, metavar="A")
+    two.add_argument("b", type=run_folder, metavar="B")
     for action in (every, one, two):
         action.add_argument("--json", action="store_true", help="JSON on standard output")
     args = parser.parse_args(argv)

@@ -3,9 +3,9 @@
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from surefoot.cli import exit_codes
+from surefoot.cli.run_folder import run_folder
 from surefoot.config.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="surefoot sample", description="Continues a text with a run's newest good checkpoint.", allow_abbrev=False
     )
-    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("run", type=run_folder, metavar="RUN")
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--tokens", type=int, default=128, help="most tokens to draw (default 128)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")

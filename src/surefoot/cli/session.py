@@ -1,5 +1,6 @@
 """From an open folder to an exit code: what ``train`` and ``fork`` share."""
 
+import dataclasses
 import logging
 import os
 import sys
@@ -8,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surefoot.cli import exit_codes
-from surefoot.config.codec import to_dict
+from surefoot.config.codec import from_toml, to_dict
+from surefoot.config.fingerprint import refuse_changes
 from surefoot.config.run import RunConfig
 from surefoot.monitor.console import ConsoleWatcher, print_summary
 from surefoot.monitor.facts import RunFacts
@@ -97,13 +99,15 @@ class BuildProgress:
             self.open = False
 
 
-def say_finished(folder: Path, *, as_json: bool) -> bool:
-    """Whether the folder holds a finished run; if so, says it and shows its summary."""
+def say_finished(config: RunConfig, folder: Path, *, as_json: bool) -> bool:
+    """Whether the folder holds a finished run; if so, says it and shows its summary. ConfigError when it was run with another config."""
     if not (folder / "ledger.jsonl").exists():
         return False
     run = Run(folder)
     if run.status().state != "finished":
         return False
+    before = from_toml(RunConfig, folder / "config.toml")
+    refuse_changes(before, decided_as(config, before), str(folder))
     if os.environ.get("RANK", "0") != "0":
         return True
     report = folder / "report.html"
@@ -113,6 +117,13 @@ def say_finished(folder: Path, *, as_json: bool) -> bool:
     )
     print_summary(summarise(run), as_json=as_json, report=str(report) if report.exists() else "")
     return True
+
+
+def decided_as(config: RunConfig, before: RunConfig) -> RunConfig:
+    """The config with every ``auto`` of its layout as a run decided it before."""
+    names = ("precision", "compile", "device")
+    decided = {n: getattr(before.parallel, n) for n in names if getattr(config.parallel, n) == "auto"}
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **decided))
 
 
 def run_to_end(
@@ -146,8 +157,10 @@ def run_to_end(
             try:
                 watchers = (*([console] if console else []), *notices.trackers)
                 ending = train(run.state, run.setup, run.data, run.keeping, stop=stop, watchers=watchers)
+                if ending.reason == "done" and not finish(run, lambda: stop.asked):
+                    ending = dataclasses.replace(ending, reason="stopped")
                 if ending.reason == "done":
-                    finish(run)
+                    pass
                 elif ending.reason == "stopped":
                     name = stop.signal.name if stop.signal else "another rank's signal"
                     run.keeping.record("stop", reason=name)
@@ -195,7 +208,7 @@ def run_facts(run: "OpenRun") -> RunFacts:
     ranks = f"{run.setup.world.size} ranks ({config.parallel.data_parallel}), " if run.setup.world.size > 1 else ""
     return RunFacts(
         recipe=config.recipe,
-        model=f"{model.num_layers} layers, d_model {model.d_model}",
+        model=f"{several(model.num_layers, 'layer')}, d_model {model.d_model}",
         num_params=sum(p.numel() for p in run.state.parameters.values()),
         tokens=run.data.tokens_before(config.steps),
         steps=config.steps,

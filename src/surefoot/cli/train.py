@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from surefoot.cli import exit_codes
+from surefoot.cli.run_folder import RUNS
 from surefoot.cli.train_args import TrainArgs, parse_train_args
 from surefoot.cli.train_help import help_for
 from surefoot.config.fingerprint import fingerprint
-
-RUNS = Path("runs")
-"""Where run folders go by default."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
     if args.fresh:
         move_aside_once(folder)
-    if not args.allow_change and not args.fresh and say_finished(folder, as_json=args.json):
+    if not args.allow_change and not args.fresh and say_finished(args.config, folder, as_json=args.json):
         return exit_codes.DONE
     return run_to_end(args.config, folder, as_json=args.json, allow_change=args.allow_change)
 

@@ -13,7 +13,7 @@ from surefoot.recipes.index import RECIPES
 SWITCHES: dict[str, str] = {
     "--fresh": "start over: an existing run folder is moved aside, never deleted",
     "--dry-run": "resolve and check everything, print the plan, write nothing",
-    "--json": "facts as JSON lines on standard output",
+    "--json": "facts as JSON on standard output",
 }
 OPTIONS: dict[str, tuple[str, str]] = {
     "--run": ("DIR", "run folder (default: runs/<recipe>-<six hex digits of the config fingerprint>)"),

@@ -53,9 +53,11 @@ def refuse_changes(before: RunConfig, now: RunConfig, run: str, allowed: Sequenc
         given = [(key, is_now) for key, _, is_now in rows if is_now != ABSENT]
         sets = "".join(f" --set {key}={is_now.strip(_QUOTE)}" for key, is_now in given[:_SHOWN])
         more = " ..." if len(given) > _SHOWN else ""
-        problems.append(
-            f"this would be another run: `surefoot fork {run} --at STEP{sets}{more}` starts one from a checkpoint, "
-            f"`--fresh` starts over, `--allow-change {rows[0][0]}` continues on your own responsibility"
+        allow = " ".join(f"--allow-change {key}" for key, _, _ in rows[:_SHOWN])
+        allow += " ..." if len(rows) > _SHOWN else ""
+        problems[-1] += (
+            f"\nthis would be another run: `surefoot fork {run} --at STEP{sets}{more}` starts one from a checkpoint, "
+            f"`--fresh` starts over, `{allow}` continues on your own responsibility"
         )
     if problems:
         raise ConfigError(problems)

@@ -81,7 +81,12 @@ def build_custom(part: Custom, cfg: ModelConfig, layer: int, *, place: str) -> n
         raise PartError(
             f"{place}.build={part.build!r} cannot be imported ({error}); is its folder on PYTHONPATH?"
         ) from error
-    module = builder(cfg, layer, **part.kwargs)
+    try:
+        module = builder(cfg, layer, **part.kwargs)
+    except TypeError as error:
+        raise PartError(
+            f"{place}.build={part.build!r} could not be called as build(model_config, layer, **kwargs) with kwargs {part.kwargs}: {error}"
+        ) from error
     if not isinstance(module, nn.Module):
         raise PartError(f"{place}.build={part.build!r} returned {type(module).__name__}; a part is a torch.nn.Module")
     for method, meaning in (("roles", "name the role of every parameter"), ("flops_per_token", "count operations")):

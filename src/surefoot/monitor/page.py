@@ -170,7 +170,7 @@ def _domains(domains: tuple[Domain, ...]) -> str:
         most = max([value for _, value in known] + [v for v in (domain.first_bits_per_byte,) if math.isfinite(v)])
         rows = "".join(_bar(name, value, most) for name, value in known)
         first = (
-            f" It began at {domain.first_bits_per_byte:.2f}."
+            f" At the first evaluation it was {domain.first_bits_per_byte:.2f}."
             if domain.first_bits_per_byte > domain.bits_per_byte
             else ""
         )

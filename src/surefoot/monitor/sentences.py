@@ -83,7 +83,8 @@ def _attempt(row: Mapping[str, Any]) -> str:
 
 def _eval(row: Mapping[str, Any]) -> str:
     parts = [f"{name.split('/')[1]} {value:.3f}" for name, value in row.items() if name.endswith("/bits_per_byte")]
-    return f"Held-out bits per byte at step {row['step']:,}: {', '.join(parts)}."
+    where = "on all held-out text" if row.get("whole") else f"at step {row['step']:,}"
+    return f"Held-out bits per byte {where}: {', '.join(parts)}."
 
 
 def _rest(row: Mapping[str, Any]) -> str:

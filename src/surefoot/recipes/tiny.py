@@ -31,6 +31,6 @@ def tiny() -> RunConfig:
             batch_size=8,
         ),
         optim=OptimConfig(lr=3e-3, warmup_steps=150, schedule=WSD(decay_fraction=0.4)),
-        checkpoint=CheckpointConfig(every=200),
+        checkpoint=CheckpointConfig(every=200, keep_every=400),
         eval=EvalConfig(every=100, rows=32),
     )

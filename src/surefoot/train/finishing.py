@@ -1,6 +1,6 @@
 """The end of a run: all held-out rows, what compressors make of the same bytes, a continuation per domain, the last ledger row."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from surefoot.data.loader import EvalRows
 from surefoot.data.tokenizer import load_tokenizer
 from surefoot.monitor.facts import Sample, Yardstick
 from surefoot.parallel.digest import combine, digest_tensors
-from surefoot.train.evaluate import evaluate
+from surefoot.train.evaluate import DomainLoss, evaluate
 from surefoot.train.generate import continue_tokens
 from surefoot.train.run import OpenRun
 
@@ -19,17 +19,25 @@ PROMPT_TOKENS = 48
 """Held-out tokens that a shown continuation starts from."""
 
 
-def finish(run: OpenRun) -> None:
-    """Evaluate all held-out rows, measure the yardsticks, draw the continuations, and close the ledger. Collective over ranks."""
+def finish(run: OpenRun, stop_asked: Callable[[], bool] = lambda: False) -> bool:
+    """Evaluate all held-out rows, measure the yardsticks, draw the continuations, and close the ledger.
+
+    Looks between domains whether a stop is asked; then nothing is written and the answer is False: the state is on disk, and the same
+    command comes back here. Collective over ranks.
+    """
     state, store = run.state, run.keeping.store
-    results = {
-        rows.name: evaluate(state.model, run.setup, rows, run.config.eval.final_rows) for rows in run.data.held_out
-    }
+    if store:
+        run.keeping.notify("note", {"text": "Evaluating on all held-out text."})
+    results: dict[str, DomainLoss] = {}
+    for rows in run.data.held_out:
+        results[rows.name] = evaluate(state.model, run.setup, rows, run.config.eval.final_rows)
+        if run.keeping.from_leader(stop_asked()):
+            return False
     samples = [sample for rows in run.data.held_out if (sample := draw_sample(run, rows)) is not None]
     digest = combine(digest_tensors(state.tensors()))
     if store:
         told = {f"eval/{name}/bits_per_byte": result.bits_per_byte for name, result in results.items()}
-        run.keeping.notify("eval", {"step": state.step, **told})
+        run.keeping.notify("eval", {"step": state.step, "whole": True, **told})
         for source, rows in enumerate(run.data.held_out):
             found = compression_baselines(first_bytes(held_out_texts(run.config.data, run.data.prepared, source)))
             Yardstick(
@@ -51,6 +59,7 @@ def finish(run: OpenRun) -> None:
     )
     if store:
         store.heartbeat(state.step, state.batch_index, "finished", force=True)
+    return True
 
 
 def first_bytes(texts: Iterable[bytes], limit: int = YARDSTICK_BYTES) -> Iterator[bytes]:

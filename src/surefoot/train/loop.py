@@ -163,8 +163,7 @@ def keep_up(state: TrainState, setup: Setup, keeping: Keeping, snapshots: Snapsh
     last = state.step >= config.steps or outcome.stop_asked
     if due(state.step, config.checkpoint.every) and not outcome.skipped and not last:
         keeping.save(state, asynchronous=config.checkpoint.asynchronous)
-        if not config.checkpoint.asynchronous:
-            prune(keeping)
+        prune(keeping)
 
 
 def due(count: int, every: int) -> bool:

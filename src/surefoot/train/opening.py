@@ -49,11 +49,12 @@ def begin_or_resume(state: TrainState, keeping: Keeping, *, changed: Sequence[st
         first = keeping.ledger.attempt == 0
         keeping.open_attempt("start" if first else "resume", from_step=0, from_batch=0, cause=cause)
         return "starting" if first else "no checkpoint was written yet: starting again from step 0"
+    # Loaded first: a state that does not fit is refused before anything is written about it.
+    restore_checkpoint(checkpoint.name, state, keeping)
     keeping.open_attempt(
         "resume", from_step=checkpoint.step, from_batch=checkpoint.batch_index, checkpoint=checkpoint.name, cause=cause
     )
     set_aside(keeping, found.refused)
-    restore_checkpoint(checkpoint.name, state, keeping)
     return f"continuing from {checkpoint.name} at step {checkpoint.step:,} (batch {checkpoint.batch_index:,})"
 
 

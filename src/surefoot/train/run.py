@@ -34,6 +34,9 @@ from surefoot.train.snapshot import check_budget
 from surefoot.train.state import TrainState
 from surefoot.train.stock import ResumeRefused
 
+EMPTY_RUN = {"lock", "ledger.jsonl", "attempts", "checkpoints"}
+"""What a run folder holds before anything has happened."""
+
 
 @dataclass(frozen=True)
 class OpenRun:
@@ -87,32 +90,24 @@ def open_run(
     store = RunStore(folder, say) if world.leads else None
     try:
         before = stored_config(folder)
-        config = settle(config, before, world)
-        changed: list[str] = []
-        if before is not None:
-            changed = changed_computation(before, config)
-            refuse_changes(before, config, str(folder), allow_change)
+        config, changed = agree(config, before, folder, world, allow_change)
         prepared = prepare_together(config, world, progress)
         data = TrainingData.open(config, prepared)
         setup, state = set_up(config, world, peak_flops=find_peak(config, world) if peak is None else peak)
         snapshot_gib = check_budget(state.tensors(), config.guard.snapshots, config.guard.snapshot_budget_gib)
         provenance = {"data_fingerprint": prepared.fingerprint, "tokenizer_fingerprint": prepared.tokenizer_fingerprint}
-        keeping = Keeping(
-            config=config,
-            world=world,
-            folder=folder,
-            store=store,
-            notify=notify,
-            provenance=provenance,
-            save_group=own_group(),
-        )
+        keeping = Keeping(config, world, folder, store, notify, provenance, own_group())
         if store:
             data_may_change = any(key.split(".")[0] == "data" for key in allow_change)
-            write_down(store, config, prepared, world, say, resumed=before is not None, data_may_change=data_may_change)
+            surroundings = look_around(
+                store, config, prepared, world, say, resumed=before is not None, data_may_change=data_may_change
+            )
         if fork is not None:
             opening = begin_fork(state, keeping, fork.parent, fork.checkpoint, fork.changes, data.loader.holds)
         else:
             opening = begin_or_resume(state, keeping, changed=changed)
+        if store:
+            write_down(store, config, prepared, surroundings)
         try:
             yield OpenRun(config, asked, setup, state, data, keeping, opening, snapshot_gib)
         finally:
@@ -122,6 +117,13 @@ def open_run(
     finally:
         if store:
             store.close()
+            forget_if_empty(store)
+
+
+def forget_if_empty(store: RunStore) -> None:
+    """Remove the folder of a run that never began, if it holds nothing else."""
+    if not store.ledger.rows and {path.name for path in store.folder.iterdir()} <= EMPTY_RUN:
+        shutil.rmtree(store.folder, ignore_errors=True)
 
 
 def find_peak(config: RunConfig, world: World) -> float:
@@ -133,6 +135,17 @@ def stored_config(folder: Path) -> RunConfig | None:
     """The config a folder's run was started with; None where there is no run yet."""
     path = folder / "config.toml"
     return from_toml(RunConfig, path) if path.exists() else None
+
+
+def agree(
+    config: RunConfig, before: RunConfig | None, folder: Path, world: World, allow_change: Sequence[str]
+) -> tuple[RunConfig, list[str]]:
+    """The config settled, and the keys in which it differs from the folder's run; ConfigError where they may not."""
+    config = settle(config, before, world)
+    if before is None:
+        return config, []
+    refuse_changes(before, config, str(folder), allow_change)
+    return config, changed_computation(before, config)
 
 
 def settle(config: RunConfig, before: RunConfig | None, world: World) -> RunConfig:
@@ -157,7 +170,7 @@ def prepare_together(config: RunConfig, world: World, progress: Progress | None)
     return prepared if world.leads else prepare(config.data)
 
 
-def write_down(
+def look_around(
     store: RunStore,
     config: RunConfig,
     prepared: PreparedData,
@@ -166,8 +179,8 @@ def write_down(
     *,
     resumed: bool,
     data_may_change: bool,
-) -> None:
-    """config.toml, env.json and a copy of the tokenizer; what changed in the environment since the last start is said."""
+) -> dict[str, Any]:
+    """What env.json will hold; what changed in it since the last start is said, other data than before refused (ResumeRefused)."""
     prints = {"data_fingerprint": prepared.fingerprint, "tokenizer_fingerprint": prepared.tokenizer_fingerprint}
     now: dict[str, Any] = environment(config, prints) | {"world_size": world.size}
     if resumed:
@@ -180,8 +193,13 @@ def write_down(
             )
         for change in environment_changes(before, now):
             say(f"since the last start, {change}: the same bits are promised only where nothing changes")
+    return now
+
+
+def write_down(store: RunStore, config: RunConfig, prepared: PreparedData, surroundings: dict[str, Any]) -> None:
+    """config.toml, env.json and a copy of the tokenizer: only once the run has begun, so that what was refused left no trace."""
     store.write_config(to_toml(config))
-    store.write_environment(now)
+    store.write_environment(surroundings)
     if prepared.tokenizer_path is not None:
         shutil.copyfile(prepared.tokenizer_path, store.folder / "tokenizer.json")
 

@@ -1,0 +1,57 @@
+"""What the layouts promise beyond equal results: the order of sums, and the type that gradients are summed in."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from surefoot.config.run import RunConfig
+from surefoot.data.build import prepare
+from surefoot.data.loader import Loader
+from surefoot.parallel.fork_launch import run_ranks
+from surefoot.parallel.forward_backward import PlainForwardBackward
+from surefoot.parallel.mesh import join_world
+from surefoot.train.setup import set_up
+from surefoot.train.step import split, train_step
+
+
+def rebuilt_buckets(rank: int, world: int, config: RunConfig) -> bool:
+    """Whether DDP has regrouped its buckets after three steps."""
+    here = join_world(config.parallel)
+    setup, state = set_up(config, here)
+    loader = Loader(config.data, prepare(config.data), config.seed)
+    for index in range(3):
+        train_step(state, loader.batch(index, (), rank, world), setup)
+    assert isinstance(setup.forward_backward, PlainForwardBackward)
+    facts = setup.forward_backward.forward._get_ddp_logging_data()  # type: ignore[operator]
+    return bool(facts["has_rebuilt_buckets"])
+
+
+@pytest.mark.parametrize(("determinism", "rebuilt"), [("strict", False), ("fast", True)])
+def test_under_strict_determinism_the_first_step_sums_in_the_order_of_all_others(
+    config: RunConfig, vary: Callable[..., RunConfig], determinism: str, rebuilt: bool
+) -> None:
+    """A resumed process begins with a first step where the uninterrupted one is far beyond it."""
+    assert run_ranks(2, rebuilt_buckets, vary(config, determinism=determinism)) == [rebuilt, rebuilt]
+
+
+def gradients_beyond_bf16(rank: int, world: int, config: RunConfig) -> float:
+    """The share of this rank's gradient elements that bf16 could not hold."""
+    here = join_world(config.parallel)
+    setup, state = set_up(config, here)
+    batch = Loader(config.data, prepare(config.data), config.seed).batch(0, (), rank, world)
+    setup.forward_backward(split(batch, setup), batch.num_targets)
+    beyond = total = 0
+    for parameter in state.parameters.values():
+        assert isinstance(parameter.grad, DTensor)
+        local = parameter.grad.to_local()
+        assert local.dtype == torch.float32
+        beyond += int((local != local.bfloat16().float()).sum())
+        total += local.numel()
+    return beyond / total
+
+
+def test_bf16_gradients_are_summed_over_shards_in_fp32(config: RunConfig, vary: Callable[..., RunConfig]) -> None:
+    config = vary(config, **{"parallel.precision": "bf16", "parallel.data_parallel": "fsdp"})
+    assert min(run_ranks(2, gradients_beyond_bf16, config)) > 0.2

@@ -1,0 +1,57 @@
+"""Numbers over ranks: sums, maxima, and rank 0's word."""
+
+import math
+
+import torch
+
+from surefoot.config.parallel import ParallelConfig
+from surefoot.parallel.fork_launch import run_ranks
+from surefoot.parallel.mesh import World, join_world
+from surefoot.parallel.reduce import from_rank_zero, max_over_ranks, sum_over_ranks
+
+ALONE = World(rank=0, size=1, device=torch.device("cpu"), mesh=None)
+WORD = {"rows": [{"name": "step-000005", "loss": 0.1}, None], "text": "größer – 大", "empty": {}}
+
+
+def reduced(rank: int, world: int) -> tuple[list[float], list[float], str]:
+    here = join_world(ParallelConfig(device="cpu", threads=1))
+    values = [torch.tensor(rank + 1, dtype=torch.int32), 0.1 * (rank + 1), torch.tensor(-float(rank))]
+    total, top = sum_over_ranks(values, here), max_over_ranks(values, here)
+    return total.tolist(), top.tolist(), str(total.dtype)
+
+
+def test_every_value_is_summed_over_the_ranks_in_fp64() -> None:
+    for total, _, dtype in run_ranks(2, reduced):
+        assert total == [3.0, 0.1 + 0.2, -1.0]
+        assert dtype == "torch.float64"
+
+
+def test_every_value_is_the_largest_over_the_ranks() -> None:
+    assert [top for _, top, _ in run_ranks(2, reduced)] == [[2.0, 0.2, 0.0]] * 2
+
+
+def with_a_nan_on_one_rank(rank: int, world: int) -> list[float]:
+    here = join_world(ParallelConfig(device="cpu", threads=1))
+    return sum_over_ranks([math.nan if rank == 1 else 1.0, 2.0], here).tolist()
+
+
+def test_a_nan_of_one_rank_reaches_every_rank_in_its_own_sum_and_in_no_other() -> None:
+    for first, second in run_ranks(2, with_a_nan_on_one_rank):
+        assert math.isnan(first)
+        assert second == 4.0
+
+
+def told(rank: int, world: int) -> object:
+    here = join_world(ParallelConfig(device="cpu", threads=1))
+    mine = WORD if rank == 0 else object()
+    return [from_rank_zero(mine, here), from_rank_zero([] if rank == 0 else [rank], here)]
+
+
+def test_rank_zeros_value_is_everyones_and_what_the_others_pass_is_ignored() -> None:
+    assert run_ranks(3, told) == [[WORD, []]] * 3
+
+
+def test_one_rank_alone_needs_no_group() -> None:
+    assert sum_over_ranks([1.5, torch.tensor(2)], ALONE).tolist() == [1.5, 2.0]
+    assert max_over_ranks([1.5, torch.tensor(2)], ALONE).tolist() == [1.5, 2.0]
+    assert from_rank_zero(WORD, ALONE) is WORD
