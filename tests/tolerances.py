@@ -42,6 +42,8 @@ RANKS = {"fp32": 1e-4, "bf16": 2e-2}
 measured 4e-6 in fp32, 3e-3 in bf16."""
 ADAMW = {torch.float32: 2e-6, torch.float64: 1e-12}
 """50 steps of fused AdamW against its equations in fp64: measured 4e-7 in fp32, 1e-15 in fp64."""
+CLIPPED_MOMENTS = {torch.float32: 1e-6, torch.float64: 1e-14}
+"""First moments after one clipped step against the gradient divided by hand: one or two roundings."""
 CLIPPED_NORM = {"fp32": 1e-5, "bf16": 1e-2, "fp64": 1e-6}
 """The norm a clipped gradient leaves with; the norm itself is summed from fp32 norms per tensor (fp64: from fp64)."""
 GOLDEN = {"fp64": 1e-9, "fp32": 2e-5, "bf16": 1e-2}

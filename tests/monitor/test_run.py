@@ -75,7 +75,7 @@ def test_metrics_as_pandas_are_the_same_numbers(tmp_path: Path) -> None:
 def test_without_pandas_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(make_run(tmp_path / "x"))
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r"pip install 'surefoot\[pandas\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[pandas\]'"):
         run.metrics(as_="pandas")
 
 

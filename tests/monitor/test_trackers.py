@@ -128,7 +128,7 @@ def test_a_tracker_without_its_package_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=rf"log.trackers has '{name}'.*pip install 'surefoot\[{name}\]'"):
+    with pytest.raises(MissingExtraError, match=rf"log.trackers has '{name}'.*pip install -e '\.\[{name}\]'"):
         open_trackers([name], tmp_path, Ledger(), {}, silent)
 
 

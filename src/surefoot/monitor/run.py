@@ -266,5 +266,7 @@ def _shaped(rows: list[dict[str, Any]], as_: str) -> Any:
     try:
         import pandas
     except ImportError as error:
-        raise ImportError("metrics as a DataFrame need pandas: pip install -e '.[pandas]' in Surefoot's checkout") from error
+        raise ImportError(
+            "metrics as a DataFrame need pandas: pip install -e '.[pandas]' in Surefoot's checkout"
+        ) from error
     return pandas.DataFrame(columns(rows)).set_index("batch_index")

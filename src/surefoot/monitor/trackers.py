@@ -84,7 +84,7 @@ class TensorBoard:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
             raise MissingExtraError(
-                "log.trackers has 'tensorboard', which needs its package: pip install 'surefoot[tensorboard]', "
+                "log.trackers has 'tensorboard', which needs its package: pip install -e '.[tensorboard]' in Surefoot's checkout, "
                 "or leave it out"
             ) from error
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ class Wandb:
             import wandb
         except ImportError as error:
             raise MissingExtraError(
-                "log.trackers has 'wandb', which needs its package: pip install 'surefoot[wandb]', or leave it out"
+                "log.trackers has 'wandb', which needs its package: pip install -e '.[wandb]' in Surefoot's checkout, or leave it out"
             ) from error
         self._run = wandb.init(
             project="surefoot",
