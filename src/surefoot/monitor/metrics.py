@@ -25,11 +25,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "train/loss_smoothed", "nats/token", "same", "moving average of train/loss over steps that were not skipped"
     ),
-    Metric("train/objective", "nats/token", "mean", "what is differentiated: cross-entropy plus weighted z-loss"),
     Metric("train/gradient_norm", "1", "same", "L2 norm of the whole gradient before clipping"),
-    Metric("train/update_norm", "1", "same", "L2 norm of the last update of all weights"),
-    Metric("train/param_norm", "1", "same", "L2 norm of all weights"),
-    Metric("train/clipped", "1", "same", "1 where the gradient was scaled down to clip_norm, else 0"),
     Metric("train/lr", "1", "same", "learning rate of the update"),
     Metric(
         "train/z_loss",
@@ -44,8 +40,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/num_targets", "tokens", "sum", "tokens that were predicted"),
     Metric("train/tokens_excluded", "tokens", "sum", "tokens blanked because their document is excluded"),
     Metric("train/skipped", "1", "same", "1 where the update was refused, else 0"),
-    Metric("train/document_loss_max", "nats/token", "max", "largest mean loss of a document in the batch"),
-    Metric("train/document_loss_p999", "nats/token", "max", "99.9th percentile of the documents' mean losses"),
     Metric("perf/tokens_per_s", "tokens/s", "sum", "tokens of the batch over the wall time of the step"),
     Metric("perf/mfu", "1", "same", "model FLOPs over what the device's matrix products reach at best"),
     Metric("perf/step_s", "s", "max", "wall time of the step, its wait for data included"),
@@ -55,10 +49,6 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "eval/<domain>/bits_per_byte", "bits/byte", "mean", "held-out loss per byte of text: compares across tokenizers"
     ),
-    Metric("eval/wait_s", "s", "max", "time training stood still for the evaluation"),
-    Metric("checkpoint/wait_s", "s", "max", "time training stood still for a checkpoint"),
-    Metric("checkpoint/write_s", "s", "max", "time from the start of a checkpoint to its manifest"),
-    Metric("checkpoint/gib", "GiB", "sum", "bytes of a checkpoint"),
 )
 
 

@@ -1,0 +1,16 @@
+"""The table of metrics promises what rows hold: an entry that nothing writes is dead."""
+
+from pathlib import Path
+
+import pytest
+
+from surefoot.monitor.metrics import METRICS
+
+TRAIN = Path(__file__).parents[2] / "src" / "surefoot" / "train"
+SOURCE = "".join(path.read_text() for path in TRAIN.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", [metric.name for metric in METRICS])
+def test_every_metric_of_the_table_is_written_by_the_trainer(name: str) -> None:
+    before, _, after = name.partition("<domain>")
+    assert f'"{name}"' in SOURCE or (after and f'f"{before}{{' in SOURCE and f'}}{after}"' in SOURCE), name
