@@ -8,6 +8,7 @@ import pytest
 from surefoot.config.guard import GuardConfig
 from surefoot.guard.actions import Halt, Proceed, SkipUpdate
 from surefoot.guard.guard import GuardState, judge
+from surefoot.guard.record import Record
 from surefoot.guard.signals import StepSignals
 
 
@@ -19,7 +20,7 @@ def signals(loss: float = 2.0, gradient_norm: float = 1.0, num_targets: int = 10
     ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.nan), (2.0, math.inf), (-math.inf, math.nan)]
 )
 def test_what_is_not_finite_is_a_skipped_step_with_its_numbers(loss: float, norm: float) -> None:
-    verdict = judge(GuardState(healthy_batches=9), signals(loss, norm), GuardConfig())
+    verdict = judge(GuardState(healthy_batches=9), signals(loss, norm), GuardConfig(), Record())
     assert isinstance(verdict.action, SkipUpdate)
     assert "batch 41" in verdict.action.cause
     assert "not finite" in verdict.action.cause
@@ -27,7 +28,7 @@ def test_what_is_not_finite_is_a_skipped_step_with_its_numbers(loss: float, norm
 
 
 def test_a_finite_step_proceeds_and_counts_as_healthy() -> None:
-    verdict = judge(GuardState(consecutive_skips=3), signals(loss=1e9, gradient_norm=1e9), GuardConfig())
+    verdict = judge(GuardState(consecutive_skips=3), signals(loss=1e9, gradient_norm=1e9), GuardConfig(), Record())
     assert verdict.action == Proceed()
     assert verdict.findings == ()
     assert verdict.state == GuardState(consecutive_skips=0, healthy_batches=1)
@@ -37,7 +38,7 @@ def test_the_limit_of_skips_in_a_row_halts_with_what_to_do_next() -> None:
     config, state = GuardConfig(max_consecutive_skips=3), GuardState()
     actions = []
     for _ in range(3):
-        verdict = judge(state, signals(math.nan), config)
+        verdict = judge(state, signals(math.nan), config, Record())
         state = verdict.state
         actions.append(verdict.action)
     assert [type(action) for action in actions] == [SkipUpdate, SkipUpdate, Halt]
@@ -48,7 +49,7 @@ def test_the_limit_of_skips_in_a_row_halts_with_what_to_do_next() -> None:
 
 def test_a_batch_without_targets_changes_nothing() -> None:
     before = GuardState(consecutive_skips=2, healthy_batches=0)
-    verdict = judge(before, signals(math.nan, math.nan, num_targets=0), GuardConfig())
+    verdict = judge(before, signals(math.nan, math.nan, num_targets=0), GuardConfig(), Record())
     assert verdict.action == Proceed()
     assert verdict.state == before
 

@@ -12,7 +12,8 @@ from surefoot.config.run import RunConfig
 from surefoot.data.loader import Loader
 from surefoot.guard.actions import Rollback
 from surefoot.guard.guard import GuardState, Verdict
-from surefoot.guard.signals import StepSignals
+from surefoot.guard.record import Record
+from surefoot.guard.signals import ProbeSignals, StepSignals
 from surefoot.monitor.compare import compare
 from surefoot.monitor.run import Run
 from surefoot.parallel.digest import digest_tensors
@@ -99,8 +100,15 @@ def looked_at_and_rolled_back(rank: int, world: int, config: RunConfig, folder: 
     with open_run(config, folder, here, notify=ignore, peak=0.0) as run:
         scripted = scripted_judge(run.keeping, script)
 
-        def judge(state: GuardState, signals: StepSignals, guard: GuardConfig) -> Verdict:
-            verdict = scripted(state, signals, guard)
+        def judge(
+            state: GuardState,
+            signals: StepSignals,
+            config: GuardConfig,
+            record: Record,
+            probe: ProbeSignals | None = None,
+            total_steps: int = 0,
+        ) -> Verdict:
+            verdict = scripted(state, signals, config, record, probe, total_steps)
             if isinstance(verdict.action, Rollback):
                 with torch.no_grad():
                     run.state.model(*on_device(run.data.loader.batch(0, (), rank, world), run.setup))

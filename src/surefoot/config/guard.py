@@ -1,14 +1,63 @@
-"""What the guard may do."""
+"""What the guard may do, and from where on."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """How far from normal is too far. "Sigmas" are robust: 1.4826 times the median absolute deviation of de-trended accepted values."""
+
+    loss_sigmas: float = 8.0
+    """Loss above its trend, to refuse an update; below it, to call a batch too good."""
+    loss_nats: float = 0.2
+    """And at least so many nats per token, whatever the spread."""
+    document_sigmas: float = 8.0
+    """Largest document loss above its trend."""
+    gradient_sigmas: float = 8.0
+    """Logarithm of the gradient norm above its trend, to refuse an update."""
+    gradient_ratio: float = 6.0
+    """And at least so many times its median."""
+    clip_sigmas: float = 5.0
+    """Logarithm of the gradient norm above its trend, to clip harder; at least twice its median."""
+    update_ratio: float = 3.0
+    """Measured update over learning rate, against its median, either way."""
+    slow_nats: float = 0.1
+    """Smoothed loss above its best, nats per token."""
+    slow_steps: int = 20
+    """For so many steps."""
+    logit_warning: float = 100.0
+    """Largest attention logit from which its growth is followed and forecast."""
+    logit_ruin: float = 1e4
+    """Largest attention logit beyond which every published run diverged (arXiv:2309.14322): what the forecast is for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """One rule so far: a non-finite loss or gradient norm is a skipped step."""
+    """The ladder: note, clip harder, skip, investigate, dip the rate, roll back, halt."""
 
+    policy: Literal["observe", "guarded", "strict"] = "guarded"
+    """observe: say everything, change nothing, not even for a NaN. guarded: act on alarms. strict: act on warnings too, and halt where
+    guarded would accept what it cannot explain."""
+    thresholds: Thresholds = Thresholds()
     max_consecutive_skips: int = 20
-    """As many skipped steps in a row stop the run with a diagnosis (exit code 76)."""
+    """As many skipped steps in a row stop the run with a diagnosis (exit code 76), unless the data are shown to be at fault."""
+    max_data_skips: int = 100
+    """The same where every one of them is shown to be the data's fault."""
+    max_rejections: int = 8
+    """Finite outliers in a row after which their level is taken for the new normal, said aloud; strict halts."""
+    max_rollbacks: int = 4
+    """Rollbacks the guard may order in a run; the next one halts it."""
+    max_lr_events: int = 4
+    """LR events the guard may order in a run."""
+    max_investigations: int = 20
+    """Batches that may be investigated in a run (at most 3 extra passes each); 0 is never."""
+    cooldown: int = 100
+    """Batches after a rollback or LR event in which the same trouble again escalates."""
+    probe_every: int = 50
+    """Steps between probes of the inside (update sizes, stale moments, attention, activations); 0 is only at findings."""
+    probe_rows: int = 2
+    """Held-out rows a probe reads."""
     snapshots: int = 2
     """States kept in memory as rollback targets; 0 is none."""
     snapshot_every: int = 50

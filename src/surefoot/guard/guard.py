@@ -1,11 +1,16 @@
-"""Signals in, verdict out: one rule so far, non-finite -> skipped step."""
+"""Signals in, verdict out."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from surefoot.config.guard import GuardConfig
 from surefoot.guard.actions import Action, Halt, Proceed, SkipUpdate
-from surefoot.guard.signals import StepSignals
+from surefoot.guard.detectors import DetectorState, Scores, limits_of, observe_step
+from surefoot.guard.evidence import Diagnosis, Evidence
+from surefoot.guard.finding import Finding
+from surefoot.guard.limits import Limits
+from surefoot.guard.record import Record
+from surefoot.guard.signals import EvalSignals, ProbeSignals, StepSignals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,16 +20,17 @@ class GuardState:
     consecutive_skips: int = 0
     """Skipped steps in a row, up to now."""
     healthy_batches: int = 0
-    """Batches since the last skipped step: what certifies a checkpoint."""
+    """Batches since the last skipped step or alarm: what certifies a checkpoint."""
+    detectors: DetectorState = DetectorState()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return asdict(self)
+        return asdict(self) | {"detectors": self.detectors.to_dict()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "GuardState":
-        """The state that ``to_dict`` wrote."""
-        return cls(**data)
+        """The state that ``to_dict`` wrote; one written before there were detectors starts them afresh."""
+        return cls(**(data | {"detectors": DetectorState.from_dict(data.get("detectors", {}))}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,30 +39,50 @@ class Verdict:
 
     state: GuardState
     """What it remembers now."""
-    findings: tuple[str, ...]
-    """What it saw, a sentence each."""
+    findings: tuple[Finding, ...] = ()
     action: Action
+    scores: Scores = Scores()
+    diagnosis: Diagnosis | None = None
+    """After an investigation."""
 
 
 class Judge(Protocol):
     """A pure function from what is remembered and seen to a verdict; ``judge`` below is the one that runs use."""
 
-    def __call__(self, state: GuardState, signals: StepSignals, config: GuardConfig) -> Verdict:
+    def __call__(
+        self,
+        state: GuardState,
+        signals: StepSignals,
+        config: GuardConfig,
+        record: Record,
+        probe: ProbeSignals | None = None,
+        total_steps: int = 0,
+    ) -> Verdict:
         """The verdict on one step."""
 
 
-def judge(state: GuardState, signals: StepSignals, config: GuardConfig) -> Verdict:
-    """The verdict on one step.
+def limits(state: GuardState, config: GuardConfig) -> Limits:
+    """What the next update may not exceed; nothing is refused where the guard only observes."""
+    if config.policy == "observe":
+        return Limits(refuse_nonfinite=False)
+    return limits_of(state.detectors, config.thresholds)
 
-    Non-finite loss or gradient norm is a skipped step, as the device has already decided by the same rule; ``max_consecutive_skips`` of them
-    in a row halt the run, since a fault that stays is not the batch's. A batch without targets says nothing and changes nothing.
-    """
+
+def judge(
+    state: GuardState,
+    signals: StepSignals,
+    config: GuardConfig,
+    record: Record,
+    probe: ProbeSignals | None = None,
+    total_steps: int = 0,
+) -> Verdict:
+    """The verdict on one step, its cadence probe included where one was taken."""
     if signals.num_targets == 0:
-        finding = f"batch {signals.batch_index} has no target token left: consumed without an update"
-        return Verdict(state=state, findings=(finding,), action=Proceed())
+        return Verdict(state=state, action=Proceed())
+    detected = observe_step(state.detectors, signals, config.thresholds)
     if signals.finite:
-        healthy = GuardState(consecutive_skips=0, healthy_batches=state.healthy_batches + 1)
-        return Verdict(state=healthy, findings=(), action=Proceed())
+        healthy = GuardState(healthy_batches=state.healthy_batches + 1, detectors=detected.state)
+        return Verdict(state=healthy, findings=detected.findings, action=Proceed(), scores=detected.scores)
     cause = _what_is_not_finite(signals)
     after = replace(state, consecutive_skips=state.consecutive_skips + 1, healthy_batches=0)
     if after.consecutive_skips >= config.max_consecutive_skips:
@@ -65,8 +91,18 @@ def judge(state: GuardState, signals: StepSignals, config: GuardConfig) -> Verdi
             f"the learning rate or the numerics, not in one batch. Weights are those of step {signals.step}; resume from an "
             "earlier checkpoint with `surefoot fork RUN --at STEP` and a lower optim.lr, or precision fp32"
         )
-        return Verdict(state=after, findings=(cause,), action=Halt(reason=reason))
-    return Verdict(state=after, findings=(cause,), action=SkipUpdate(cause=cause))
+        return Verdict(state=after, action=Halt(reason=reason))
+    return Verdict(state=after, action=SkipUpdate(cause=cause))
+
+
+def conclude(state: GuardState, evidence: Evidence, config: GuardConfig, record: Record) -> Verdict:
+    """The verdict after an investigation; ``state`` is the one that ``judge`` returned with Investigate."""
+    return Verdict(state=state, action=SkipUpdate(cause=_what_is_not_finite(evidence.signals)))
+
+
+def judge_evaluation(state: GuardState, evaluation: EvalSignals, config: GuardConfig) -> Verdict:
+    """The verdict on held-out losses: findings, and never an action but Proceed."""
+    return Verdict(state=state, action=Proceed())
 
 
 def _what_is_not_finite(signals: StepSignals) -> str:

@@ -20,7 +20,8 @@ from surefoot.config.parallel import ParallelConfig
 from surefoot.config.run import CheckpointConfig, EvalConfig, LogConfig, RunConfig
 from surefoot.guard.actions import Rollback
 from surefoot.guard.guard import GuardState, Judge, Verdict, judge
-from surefoot.guard.signals import StepSignals
+from surefoot.guard.record import Record
+from surefoot.guard.signals import ProbeSignals, StepSignals
 from surefoot.monitor.step_report import StepReport
 from surefoot.parallel.digest import digest_tensors
 from surefoot.parallel.mesh import join_world
@@ -210,14 +211,21 @@ def rehearse_on_rank(rank: int, world: int, config: RunConfig, folder: Path, scr
 def scripted_judge(keeping: Keeping, script: Script) -> Judge:
     """The guard's own judge, and the script's one rollback."""
 
-    def decide(state: GuardState, signals: StepSignals, config: GuardConfig) -> Verdict:
-        verdict = judge(state, signals, config)
+    def decide(
+        state: GuardState,
+        signals: StepSignals,
+        config: GuardConfig,
+        record: Record,
+        probe: ProbeSignals | None = None,
+        total_steps: int = 0,
+    ) -> Verdict:
+        verdict = judge(state, signals, config, record, probe, total_steps)
         done = sum(a.reason == "rollback" for a in keeping.ledger.attempts)
         if signals.batch_index != script.rollback_after or done >= script.rollbacks:
             return verdict
         cause = f"rehearsed: what batch {signals.batch_index} holds is declared bad"
         action = Rollback(to_batch=script.rollback_to, exclude=script.exclude, cause=cause)
-        return Verdict(state=verdict.state, findings=("rehearsed rollback",), action=action)
+        return Verdict(state=verdict.state, action=action)
 
     return decide
 

@@ -10,8 +10,9 @@ from typing import Literal, Protocol
 import torch
 
 from surefoot.data.loader import Batch
-from surefoot.guard.actions import Halt, Proceed, Rollback, SkipUpdate
+from surefoot.guard.actions import ClipHarder, Halt, Investigate, LrEvent, Proceed, Rollback, SkipUpdate
 from surefoot.guard.guard import Judge, Verdict, judge
+from surefoot.guard.record import Record
 from surefoot.monitor.step_report import StepReport
 from surefoot.parallel.digest import combine, digest_tensors
 from surefoot.train.evaluate import TrainingData, cadence_metrics
@@ -67,14 +68,14 @@ def train(
             prove_first_batch(batch, data.loader, keeping.ledger.exclusions, world)
             first = False
         outcome = train_step(state, batch, setup, stop_asked=stop.asked)
-        verdict = judge(state.guard, outcome.signals, config.guard)
+        verdict = judge(state.guard, outcome.signals, config.guard, Record())
         state.guard = verdict.state
         state.optimizer.zero_grad(set_to_none=True)
         seconds = time.perf_counter() - begun
         report = describe(state, setup, data, batch, outcome, verdict, seconds, waited)
         tell(report, state, setup, keeping, watchers)
         match verdict.action:
-            case Proceed():
+            case Proceed() | ClipHarder() | Investigate() | LrEvent():
                 pass
             case SkipUpdate(cause=cause):
                 keeping.record("skip", batch_index=batch.batch_index, step=state.step, cause=cause)
@@ -129,7 +130,7 @@ def describe(
         step=state.step,
         tokens=data.tokens_before(state.batch_index),
         skipped=outcome.skipped,
-        cause="; ".join(verdict.findings) if outcome.skipped else "",
+        cause=verdict.action.cause if isinstance(verdict.action, SkipUpdate) else "",
         metrics=metrics,
         sample_digest=batch.digest,
         excluded=batch.excluded,

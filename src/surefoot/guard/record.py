@@ -1,0 +1,26 @@
+"""What the guard has spent so far, as the ledger tells it: never rewinds."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastRollback:
+    """One rollback the guard ordered."""
+
+    at_batch: int
+    """Batch whose verdict it was."""
+    to_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Budgets and cool-downs are judged against this; it is derived from the ledger, so it survives rollback and resume."""
+
+    rollbacks: tuple[PastRollback, ...] = ()
+    """Oldest first."""
+    lr_events_at: tuple[int, ...] = ()
+    """Batches whose verdicts ordered LR events, those inside rollbacks included."""
+    investigations_at: tuple[int, ...] = ()
+    """Batches that were investigated."""
+    num_skips: int = 0
+    """Skipped steps ever, abandoned attempts included."""
