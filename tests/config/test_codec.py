@@ -119,8 +119,8 @@ def test_an_unknown_key_is_answered_with_the_nearest_its_type_and_default() -> N
         "--model.atention.num_heads: model.atention is not a setting; "
         "nearest: model.attention (a table of kind gqa | custom, required)"
     ]
-    assert problems_of("--checkpoint.wwww", "1") == [
-        "--checkpoint.wwww: checkpoint.wwww is not a setting; here are: every, keep_last, keep_every, asynchronous"
+    assert problems_of("--eval.qqqq", "1") == [
+        "--eval.qqqq: eval.qqqq is not a setting; here are: every, rows, final_rows, batch_size"
     ]
 
 
