@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.config.data import BatchStage, DataConfig, Exclusion, MixtureStage, Shards, SourceConfig
+from surefoot.config.data import (
+    BatchStage,
+    DataConfig,
+    Exclusion,
+    MixtureStage,
+    NoRepetitionMask,
+    RepetitionMask,
+    Shards,
+    SourceConfig,
+)
 from surefoot.data.hashing import document_id
 from surefoot.data.loader import Loader
 from surefoot.data.prepared import PreparedData, PreparedSource
@@ -15,6 +24,7 @@ from surefoot.data.tokenizer import ByteTokenizer
 
 WriteSplit = Callable[..., Path]
 MakeLoader = Callable[..., Loader]
+UNMASKED = NoRepetitionMask()
 
 
 @pytest.fixture
@@ -53,6 +63,7 @@ def make_loader(write_split: WriteSplit) -> MakeLoader:
         exclude: tuple[Exclusion, ...] = (),
         mixture_stages: tuple[MixtureStage, ...] = (),
         batch_stages: tuple[BatchStage, ...] = (),
+        repetition: NoRepetitionMask | RepetitionMask = UNMASKED,
     ) -> Loader:
         folders = [write_split(texts) for texts in sources]
         prepared = PreparedData(
@@ -77,6 +88,7 @@ def make_loader(write_split: WriteSplit) -> MakeLoader:
             exclude=exclude,
             mixture_stages=mixture_stages,
             batch_stages=batch_stages,
+            repetition=repetition,
         )
         return Loader(data, prepared, seed)
 

@@ -9,6 +9,8 @@ import pytest
 from surefoot.config.data import Exclusion
 from surefoot.guard.ledger import Ledger, check
 from surefoot.guard.ledger_row import KINDS, LedgerError
+from surefoot.guard.lr_change import LrChange
+from surefoot.guard.record import PastRollback, Record
 
 
 def attempt(ledger: Ledger, from_batch: int, reason: str = "", checkpoint: str = "", exclude: Any = ()) -> Ledger:
@@ -236,3 +238,147 @@ def test_a_long_ledger_is_read_in_one_pass() -> None:
     for batch in range(2000):
         ledger = skip(ledger, batch)
     assert len(Ledger(ledger.rows).skips()) == 2000
+
+
+def write(ledger: Ledger, kind: str, **fields: Any) -> Ledger:
+    return ledger.append(ledger.next_row(kind, fields, 4.0))
+
+
+def lr_event(ledger: Ledger, batch: int, step: int, factor: float = 0.3) -> Ledger:
+    rate = {"start_step": step, "factor": factor, "hold_steps": 20, "ramp_steps": 50, "settle": 0.5}
+    return write(ledger, "lr_event", **rate, cause="growing", batch_index=batch)
+
+
+def roll_back(ledger: Ledger, at: int, to: int, restored: int) -> Ledger:
+    ledger = write(ledger, "verdict", action="rollback", text="back", batch_index=at, to_batch=to)
+    return attempt(ledger, restored, "rollback")
+
+
+def test_the_record_says_what_the_guard_has_spent_and_never_rewinds() -> None:
+    ledger = attempt(Ledger(), 0)
+    assert (ledger.record, ledger.lr_events) == (Record(), ())
+    ledger = skip(skip(ledger, 3), 4)
+    ledger = write(ledger, "skip", batch_index=5, step=3, cause="data", passes=[])
+    ledger = lr_event(ledger, 8, 6)
+    ledger = write(ledger, "verdict", action="proceed", text="seen", batch_index=9)
+    ledger = roll_back(ledger, 30, 20, 10)
+    ledger = write(ledger, "verdict", action="rollback", text="t", batch_index=25, to_batch=15, passes=[{"kind": "x"}])
+    assert ledger.record.rollbacks[-1] == PastRollback(at_batch=25, to_batch=15)
+    assert ledger.record.rollbacks[-1].from_batch == 15
+    ledger = lr_event(ledger, 25, 15, factor=0.1)
+    ledger = attempt(ledger, 9, "rollback")
+    expected = Record(
+        rollbacks=(
+            PastRollback(at_batch=30, to_batch=20, restored=10),
+            PastRollback(at_batch=25, to_batch=15, restored=9),
+        ),
+        lr_events_at=(8, 25),
+        investigations_at=(5, 25),
+        num_skips=3,
+    )
+    assert ledger.record == Ledger(ledger.rows).record == expected
+    assert ledger.record.rollbacks[0].from_batch == 10
+    assert attempt(ledger, 9).record == expected
+    change = LrChange(start_step=6, factor=0.3, hold_steps=20, ramp_steps=50, settle=0.5)
+    assert ledger.lr_events == (change, LrChange(start_step=15, factor=0.1, hold_steps=20, ramp_steps=50, settle=0.5))
+    assert ledger.prefix(5).lr_events == (change,)
+    assert ledger.prefix(4).record == Record(num_skips=3, investigations_at=(5,))
+
+
+def test_a_resume_after_a_rollback_does_not_change_what_was_restored() -> None:
+    ledger = roll_back(attempt(Ledger(), 0), 30, 20, 10)
+    ledger = attempt(ledger, 5, "rollback")
+    assert ledger.record.rollbacks == (PastRollback(at_batch=30, to_batch=20, restored=10),)
+
+
+def test_what_a_resumed_process_goes_through_again_is_decided_again_and_counts_once() -> None:
+    """Killed at batch 9 and resumed from batch 4: the decisions at 5 and 8 fall again, and are written again."""
+    ledger = skip(attempt(Ledger(), 0), 3)
+    ledger = lr_event(skip(ledger, 5), 8, 6)
+    ledger = attempt(ledger, 4)
+    assert (ledger.record, ledger.lr_events) == (Record(num_skips=1), ())
+    ledger = lr_event(skip(ledger, 5), 8, 6)
+    assert ledger.record == Record(num_skips=2, lr_events_at=(8,))
+    assert len(ledger.lr_events) == 1
+
+
+def test_what_a_rollback_left_behind_stays_spent_through_every_resume() -> None:
+    ledger = lr_event(skip(attempt(Ledger(), 0), 12), 15, 14)
+    ledger = lr_event(write(ledger, "verdict", action="rollback", text="t", batch_index=18, to_batch=10), 18, 10)
+    ledger = attempt(ledger, 10, "rollback")
+    spent = Record(
+        rollbacks=(PastRollback(at_batch=18, to_batch=10, restored=10),), lr_events_at=(15, 18), num_skips=1
+    )
+    assert ledger.record == spent
+    again = attempt(ledger, 5)
+    assert (again.record, again.lr_events) == (spent, ledger.lr_events)
+    assert [change.start_step for change in again.lr_events] == [14, 10]
+
+
+def test_a_rollback_that_a_kill_cut_short_was_none() -> None:
+    """Its verdict was written, and its rate; the attempt that would have carried it out was not."""
+    ledger = lr_event(
+        write(attempt(Ledger(), 0), "verdict", action="rollback", text="t", batch_index=18, to_batch=10), 18, 10
+    )
+    ledger = attempt(ledger, 5)
+    assert (ledger.record, ledger.lr_events) == (Record(), ())
+    ledger = attempt(
+        write(ledger, "verdict", action="rollback", text="t", batch_index=18, to_batch=10), 8, "rollback"
+    )
+    assert ledger.record.rollbacks == (PastRollback(at_batch=18, to_batch=10, restored=8),)
+
+
+def test_decisions_about_batches_that_are_read_again_before_a_rollbacks_target_are_made_again() -> None:
+    """Whether the state before batch 10 was still in memory or only the one before batch 6 must not matter in the end."""
+    ledger = lr_event(attempt(Ledger(), 0), 8, 7)
+    near, far = roll_back(ledger, 18, 10, 10), roll_back(ledger, 18, 10, 6)
+    assert near.record.lr_events_at == (8,)
+    assert far.record.lr_events_at == ()
+    assert lr_event(far, 8, 7).lr_events == near.lr_events
+
+
+@pytest.mark.parametrize("missing", KINDS["lr_event"])
+def test_an_lr_event_needs_all_that_a_rate_is_made_of(missing: str) -> None:
+    whole = dict(lr_event(attempt(Ledger(), 0), 8, 6).rows[-1])
+    fields = {k: v for k, v in whole.items() if k not in ("n", "kind", "time", "hash", missing)}
+    with pytest.raises(LedgerError, match=f"a 'lr_event' row needs {missing} as well"):
+        attempt(Ledger(), 0).next_row("lr_event", fields, 0.0)
+
+
+def test_two_ledgers_grown_from_one_do_not_see_each_other() -> None:
+    trunk = skip(attempt(Ledger(), 0), 1)
+    left = lr_event(skip(trunk, 2), 3, 3)
+    right = skip(trunk, 7)
+    longer = skip(left, 9)
+    assert [row.get("batch_index") for row in trunk.rows] == [None, 1]
+    assert [row.get("batch_index") for row in left.rows] == [None, 1, 2, 3]
+    assert [row.get("batch_index") for row in right.rows] == [None, 1, 7]
+    assert [row.get("batch_index") for row in longer.rows] == [None, 1, 2, 3, 9]
+    assert (trunk.record.num_skips, left.record.num_skips, right.record.num_skips) == (1, 2, 2)
+    assert (len(left.lr_events), right.lr_events) == (1, ())
+    assert [skip.batch_index for skip in right.skips()] == [1, 7]
+    assert right.prefix_hash(3) != left.prefix_hash(3)
+    check(right.rows)
+    check(longer.rows)
+
+
+def test_a_row_that_was_refused_leaves_no_trace() -> None:
+    ledger = attempt(Ledger(), 0)
+    row = dict(ledger.next_row("skip", {"batch_index": 1, "step": 1, "cause": "x"}, 0.0))
+    with pytest.raises(LedgerError):
+        ledger.append({**row, "hash": "0" * 16})
+    assert len(ledger.append(row).rows) == 2
+    assert len(ledger.rows) == 1
+
+
+def test_appending_costs_the_same_however_long_the_ledger_is() -> None:
+    """Counted in rows touched, not in seconds."""
+    ledger = attempt(Ledger(), 0)
+    for batch in range(300):
+        ledger = skip(ledger, batch)
+    log = ledger._log
+    for batch in range(300, 310):
+        ledger = skip(ledger, batch)
+        assert ledger._log is log
+        assert "rows" not in ledger.__dict__
+    assert ledger.record.num_skips == 310

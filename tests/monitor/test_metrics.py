@@ -12,7 +12,7 @@ def test_every_metric_has_a_section_a_unit_and_one_line_of_meaning() -> None:
     names = [metric.name for metric in METRICS]
     assert len(names) == len(set(names))
     for metric in METRICS:
-        assert metric.name.split("/")[0] in ("train", "perf", "eval", "checkpoint", "guard")
+        assert metric.name.split("/")[0] in ("train", "data", "perf", "eval", "checkpoint", "guard", "inside")
         assert metric.unit
         assert len(metric.meaning.split()) >= 4
         assert "\n" not in metric.meaning
@@ -24,6 +24,12 @@ def test_a_domain_stands_for_any_one_name() -> None:
     assert find("eval/web-2024.en/loss").name == "eval/<domain>/loss"
     with pytest.raises(UnknownMetricError):
         find("eval/a/b/loss")
+
+
+def test_a_role_and_a_layer_stand_for_any_one_name_too() -> None:
+    assert find("train/gradient_norm/hidden").name == "train/gradient_norm/<role>"
+    assert find("inside/layer_11/activation_max").name == "inside/layer_<layer>/activation_max"
+    assert find("train/gradient_norm").name == "train/gradient_norm"
 
 
 def test_a_metric_that_is_not_in_the_table_is_refused_with_the_nearest() -> None:

@@ -6,7 +6,8 @@ import math
 import pytest
 
 from surefoot.config.optim import WSD, Constant, Cosine, Linear, OptimConfig
-from surefoot.optim.schedule import lr_at
+from surefoot.guard.lr_change import LrChange
+from surefoot.optim.schedule import lr_at, lr_factor
 
 PEAK, WARMUP, STEPS = 2e-3, 10, 100
 
@@ -62,3 +63,36 @@ def test_in_a_run_too_short_for_both_the_lower_of_warm_up_and_decay_holds(
     assert max(found) <= PEAK
     if isinstance(schedule, WSD):
         assert found[-1] == pytest.approx(0, abs=1e-12)
+
+
+DIP = LrChange(start_step=10, factor=0.2, hold_steps=3, ramp_steps=4, settle=0.6)
+
+
+def test_an_lr_event_holds_then_climbs_in_a_straight_line_then_settles_for_good() -> None:
+    found = [lr_factor(step, (DIP,)) for step in range(8, 20)]
+    assert found == pytest.approx([1, 1, 0.2, 0.2, 0.2, 0.3, 0.4, 0.5, 0.6, 0.6, 0.6, 0.6])
+    assert lr_factor(10**9, (DIP,)) == 0.6
+    assert lr_factor(10**9, ()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (LrChange(start_step=0, factor=0.2, hold_steps=0, ramp_steps=2, settle=1.0), [0.6, 1.0, 1.0]),
+        (LrChange(start_step=0, factor=0.2, hold_steps=2, ramp_steps=0, settle=1.0), [0.2, 0.2, 1.0]),
+        (LrChange(start_step=0, factor=0.2, hold_steps=0, ramp_steps=0, settle=0.5), [0.5, 0.5, 0.5]),
+        (LrChange(start_step=0, factor=0.2, hold_steps=1, ramp_steps=1, settle=0.5), [0.2, 0.5, 0.5]),
+    ],
+)
+def test_an_lr_event_without_hold_or_ramp(change: LrChange, expected: list[float]) -> None:
+    assert [lr_factor(step, (change,)) for step in range(3)] == pytest.approx(expected)
+
+
+def test_lr_events_multiply_in_any_order() -> None:
+    later = LrChange(start_step=15, factor=0.5, hold_steps=100, ramp_steps=0, settle=1.0)
+    for step in (9, 12, 15, 16, 30, 200):
+        both = lr_factor(step, (DIP, later))
+        assert both == pytest.approx(lr_factor(step, (DIP,)) * lr_factor(step, (later,)))
+        assert both == pytest.approx(lr_factor(step, (later, DIP)))
+    assert lr_factor(30, (DIP, later)) == pytest.approx(0.3)
+    assert lr_factor(200, (DIP, DIP)) == pytest.approx(0.36)

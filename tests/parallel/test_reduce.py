@@ -2,12 +2,13 @@
 
 import math
 
+import pytest
 import torch
 
 from surefoot.config.parallel import ParallelConfig
 from surefoot.parallel.fork_launch import run_ranks
 from surefoot.parallel.mesh import World, join_world
-from surefoot.parallel.reduce import from_rank_zero, max_over_ranks, sum_over_ranks
+from surefoot.parallel.reduce import from_every_rank, from_rank_zero, gather_over_ranks, max_over_ranks, sum_over_ranks
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"), mesh=None)
 WORD = {"rows": [{"name": "step-000005", "loss": 0.1}, None], "text": "größer – 大", "empty": {}}
@@ -55,3 +56,37 @@ def test_one_rank_alone_needs_no_group() -> None:
     assert sum_over_ranks([1.5, torch.tensor(2)], ALONE).tolist() == [1.5, 2.0]
     assert max_over_ranks([1.5, torch.tensor(2)], ALONE).tolist() == [1.5, 2.0]
     assert from_rank_zero(WORD, ALONE) is WORD
+    assert gather_over_ranks([1.5, torch.tensor([2, 3])], ALONE).tolist() == [[1.5, 2.0, 3.0]]
+
+
+def packed_together(rank: int, world: int) -> tuple[list[float], list[list[float]]]:
+    here = join_world(ParallelConfig(device="cpu", threads=1))
+    values = [
+        1.0 + rank,
+        2,
+        torch.tensor([[3.0, 4.0], [5.0, 6.0]], dtype=torch.float32),
+        torch.tensor(rank),
+        math.nan if rank else 0.5,
+    ]
+    return sum_over_ranks(values, here).tolist(), gather_over_ranks(values, here).tolist()
+
+
+def test_numbers_and_tensors_are_packed_in_their_order_and_gathered_with_their_nans() -> None:
+    for total, everyone in run_ranks(2, packed_together):
+        assert total == pytest.approx([3.0, 4.0, 6.0, 8.0, 10.0, 12.0, 1.0, math.nan], nan_ok=True)
+        assert everyone[0] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0, 0.5]
+        assert everyone[1] == pytest.approx([2.0, 2.0, 3.0, 4.0, 5.0, 6.0, 1.0, math.nan], nan_ok=True)
+
+
+def test_packing_leaves_what_was_passed_alone() -> None:
+    value = torch.ones(3, dtype=torch.float64)
+    sum_over_ranks([value], ALONE).zero_()
+    assert value.eq(1).all()
+
+
+def each_ranks_own(rank: int, world: int) -> object:
+    return from_every_rank({"rank": rank}, join_world(ParallelConfig(device="cpu", threads=1)))
+
+
+def test_every_rank_hears_every_rank() -> None:
+    assert run_ranks(2, each_ranks_own) == [[{"rank": 0}, {"rank": 1}]] * 2

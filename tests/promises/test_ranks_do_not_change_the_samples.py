@@ -64,7 +64,8 @@ def test_two_ranks_give_the_losses_weights_and_moments_of_one(
     assert [r["sample_digest"] for r in mine.rows] == [r["sample_digest"] for r in theirs.rows]
     one, two = mine.metrics(), theirs.metrics()
     for name in one:
-        if name.startswith(("train/", "eval/")):
+        # of a sharded gradient the fault spoils one rank's shard
+        if name.startswith(("train/", "eval/", "guard/")) and name != "train/nonfinite":
             assert np.allclose(one[name], two[name], rtol=FP64_RANKS, atol=0, equal_nan=True), name
     assert one["train/skipped"].tolist() == two["train/skipped"].tolist()
     assert one["train/skipped"].sum() == 1

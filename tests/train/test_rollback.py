@@ -21,8 +21,9 @@ from surefoot.parallel.fork_launch import run_ranks
 from surefoot.parallel.mesh import World, join_world
 from surefoot.proof.rehearsal import Crashed, Script, rehearse, rehearse_on_rank, scripted_judge
 from surefoot.train import rollback
+from surefoot.train.acting import Ending
 from surefoot.train.interrupt import StopRequest
-from surefoot.train.loop import Ending, train
+from surefoot.train.loop import train
 from surefoot.train.rollback import restore_initial
 from surefoot.train.run import ForkOf, open_run
 from surefoot.train.setup import set_up
@@ -70,15 +71,38 @@ def test_a_crash_in_the_middle_of_a_rollback_forgets_neither_it_nor_what_it_excl
     assert compare(Run(tmp_path / "whole"), Run(tmp_path / "run")).same
 
 
-def test_a_checkpoint_that_is_still_being_written_is_waited_for_and_used(
+def test_a_checkpoint_that_is_not_certified_is_no_target_though_it_is_whole_and_newer(
     config: RunConfig, vary: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    """The save of step 15 is under way when batch 15 rolls back to it."""
+    """Batch 16 goes back to before batch 15: step 15 is on disk, but only one healthy batch old; step 10 has proved itself."""
+    config = vary(config, **{"guard.snapshots": 0, "checkpoint.asynchronous": False})
+    rehearse(config, tmp_path / "run", Script(rollback_after=16, rollback_to=15))
+    run = Run(tmp_path / "run")
+    before = [row["name"] for row in run.ledger.rows if row["kind"] == "checkpoint" and row["attempt"] == 1]
+    assert before == ["step-000005-attempt-0001", "step-000010-attempt-0001", "step-000015-attempt-0001"]
+    attempt = run.attempts[-1]
+    assert (attempt.reason, attempt.checkpoint, attempt.from_batch) == ("rollback", "step-000010-attempt-0001", 10)
+
+
+def test_without_a_certified_checkpoint_a_rollback_goes_to_the_initial_weights(
+    config: RunConfig, vary: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    config = vary(config, **{"guard.snapshots": 0, "guard.certify_after": 99})
+    never = rehearse(config, tmp_path / "never")
+    rolled = rehearse(config, tmp_path / "run", Script(rollback_after=16, rollback_to=15))
+    attempt = Run(tmp_path / "run").attempts[-1]
+    assert (attempt.reason, attempt.checkpoint, attempt.from_batch) == ("rollback", "", 0)
+    assert rolled.digests == never.digests
+
+
+def test_a_save_that_is_under_way_is_waited_for_before_a_rollback_decides(
+    config: RunConfig, vary: Callable[..., RunConfig], tmp_path: Path
+) -> None:
     config = vary(config, **{"guard.snapshots": 0})
     assert config.checkpoint.asynchronous
     rehearse(config, tmp_path / "run", Script(rollback_after=15, rollback_to=15))
-    attempt = Run(tmp_path / "run").attempts[-1]
-    assert (attempt.reason, attempt.checkpoint, attempt.from_batch) == ("rollback", "step-000015-attempt-0001", 15)
+    kinds = [(row["kind"], row.get("name") or row.get("action")) for row in Run(tmp_path / "run").ledger.rows]
+    assert kinds.index(("checkpoint", "step-000015-attempt-0001")) < kinds.index(("verdict", "rollback"))
 
 
 def test_spans_are_counted_up_to_the_batch_that_exclusion_starts_at_and_not_to_the_one_restored(

@@ -16,6 +16,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("surefoot.cli.report", "write a run's report as one offline page"),
     "sample": ("surefoot.cli.sample", "continue a text with a trained model"),
     "data": ("surefoot.cli.data", "build, inspect and audit token shards"),
+    "guard": ("surefoot.cli.guard", "say what the guard would have done on a training log"),
+    "drill": ("surefoot.cli.drill", "put faults into small runs and keep the score of the guard"),
     "doctor": ("surefoot.cli.doctor", "measure what this machine can do"),
     "config": ("surefoot.cli.config", "show a config, or what differs between two"),
 }

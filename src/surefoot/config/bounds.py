@@ -25,6 +25,7 @@ class Bound:
 
 
 AT_LEAST_1 = Bound("at least 1", low=1)
+AT_LEAST_2 = Bound("at least 2", low=2)
 AT_LEAST_0 = Bound("at least 0", low=0)
 ABOVE_0 = Bound("above 0", low=0, low_open=True)
 SHARE = Bound("from 0 to 1", low=0, high=1)
@@ -48,6 +49,7 @@ BOUNDS: Mapping[str, Bound] = {
     "model.norm.eps": ABOVE_0,
     "model.init.std": ABOVE_0,
     "model.init.truncate": AT_LEAST_0,
+    "model.embedding_gradient": PART,
     "model.loss.z_loss": AT_LEAST_0,
     "model.loss.chunk_tokens": AT_LEAST_1,
     "data.sources.*.weight": ABOVE_0,
@@ -59,6 +61,8 @@ BOUNDS: Mapping[str, Bound] = {
     "data.mixture_stages.*.start_row": AT_LEAST_1,
     "data.mixture_stages.*.weights.*": ABOVE_0,
     "data.val_fraction": PROPER_PART,
+    "data.repetition.max_period": AT_LEAST_1,
+    "data.repetition.count": AT_LEAST_2,
     "data.exclude.*.from_batch": AT_LEAST_0,
     "optim.optimizer.beta1": DECAY,
     "optim.optimizer.beta2": DECAY,
@@ -69,12 +73,18 @@ BOUNDS: Mapping[str, Bound] = {
     "optim.schedule.decay_fraction": PART,
     "optim.warmup_steps": AT_LEAST_0,
     "optim.clip_norm": AT_LEAST_0,
+    "optim.clipping.alpha": DECAY,
+    "optim.clipping.z_threshold": ABOVE_0,
+    "optim.clipping.ratio": AT_LEAST_1,
+    "optim.clipping.beta": DECAY,
+    "optim.clipping.warmup_steps": AT_LEAST_2,
     "parallel.micro_batch_size": AT_LEAST_0,
     "parallel.threads": AT_LEAST_0,
     "parallel.timeout_s": ABOVE_0,
     "guard.thresholds.loss_sigmas": ABOVE_0,
     "guard.thresholds.loss_nats": AT_LEAST_0,
     "guard.thresholds.document_sigmas": ABOVE_0,
+    "guard.thresholds.document_nats": AT_LEAST_0,
     "guard.thresholds.gradient_sigmas": ABOVE_0,
     "guard.thresholds.gradient_ratio": AT_LEAST_1,
     "guard.thresholds.clip_sigmas": ABOVE_0,

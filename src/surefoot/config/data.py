@@ -101,6 +101,25 @@ class Exclusion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoRepetitionMask:
+    """Rows are trained on as they are."""
+
+    kind: Literal["none"] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepetitionMask:
+    """Stretches of a row that repeat themselves are blanked when it is read (the rule of OLMo 2, arXiv:2501.00656 section 3.1);
+    training rows only, held-out ones are judged as they are."""
+
+    kind: Literal["mask"] = "mask"
+    max_period: int = 13
+    """Longest n-gram, in tokens, whose repetition counts."""
+    count: int = 32
+    """Repetitions in a row from which they count."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """A mixture of sources cut into rows of ``seq_len`` tokens; batch number n is a pure function of this, the seed and the exclusions."""
 
@@ -117,6 +136,8 @@ class DataConfig:
     """Tokens attend only inside their own document, and positions restart with it."""
     val_fraction: float = 0.1
     """Share of the documents of each domain held out, chosen by document hash."""
+    repetition: NoRepetitionMask | RepetitionMask = NoRepetitionMask()
+    """What happens to n-grams repeated over and over."""
     exclude: tuple[Exclusion, ...] = ()
     """Documents blanked by choice; those the guard blanks are in the ledger."""
     cache_dir: str = "runs/.data"

@@ -14,6 +14,8 @@ class Thresholds:
     """And at least so many nats per token, whatever the spread."""
     document_sigmas: float = 8.0
     """Largest document loss above its trend."""
+    document_nats: float = 0.5
+    """And at least so many nats per token."""
     gradient_sigmas: float = 8.0
     """Logarithm of the gradient norm above its trend, to refuse an update."""
     gradient_ratio: float = 6.0
@@ -21,7 +23,7 @@ class Thresholds:
     clip_sigmas: float = 5.0
     """Logarithm of the gradient norm above its trend, to clip harder; at least twice its median."""
     update_ratio: float = 3.0
-    """Measured update over learning rate, against its median, either way."""
+    """Measured update over learning rate, against its trend, either way; and beyond gradient_sigmas of its own."""
     slow_nats: float = 0.1
     """Smoothed loss above its best, nats per token."""
     slow_steps: int = 20

@@ -90,6 +90,9 @@ class ModelConfig:
     """Before each part, and before the output projection."""
     tie_embeddings: bool = True
     """The output projection is the embedding matrix itself."""
+    embedding_gradient: float = 1.0
+    """Share of its gradient that the embedding gets as an input (GLM-130B, arXiv:2210.02414 section 3.1, takes 0.1); values are
+    untouched, and so is the gradient of a tied output. 1 is off."""
     init: InitConfig = InitConfig()
     loss: LossConfig = LossConfig()
     attention_backend: Literal["auto", "eager", "sdpa", "flex"] = "auto"

@@ -56,6 +56,39 @@ class AdamW:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GlobalNorm:
+    """No more than ``clip_norm`` itself: one scale for the whole gradient (arXiv:1211.5063 algorithm 1)."""
+
+    kind: Literal["global"] = "global"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZClip:
+    """A norm that stands out from its own running mean is pulled back towards it, the further out the closer (arXiv:2504.02507)."""
+
+    kind: Literal["zclip"] = "zclip"
+    alpha: float = 0.97
+    """Weight of the past in the running mean and variance of the norm."""
+    z_threshold: float = 2.5
+    """Standard deviations above the mean from which the norm is clipped."""
+    warmup_steps: int = 25
+    """Applied steps whose norms make the first mean and variance; until then only ``clip_norm`` holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaGC:
+    """Each tensor's gradient is held to the running mean of its own norm (arXiv:2502.11034 algorithm 1)."""
+
+    kind: Literal["adagc"] = "adagc"
+    ratio: float = 1.05
+    """Largest norm of a tensor's gradient over its running mean."""
+    beta: float = 0.98
+    """Weight of the past in that mean."""
+    warmup_steps: int = 100
+    """Applied steps with ``clip_norm`` alone, over which the smallest norm of each tensor is taken for its first mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """One optimiser for all roles, its learning rate a closed form of ``step``."""
 
@@ -67,6 +100,8 @@ class OptimConfig:
     warmup_steps: int = 100
     """Steps of linear warm-up; the first step already moves (lr times 1/warmup_steps)."""
     clip_norm: float = 1.0
-    """Largest global gradient norm an update sees; 0 is off."""
+    """Largest global gradient norm an update sees, whatever ``clipping`` leaves of it; 0 is off."""
+    clipping: GlobalNorm | ZClip | AdaGC = GlobalNorm()
+    """What bends to the run's own norms below that hard cap."""
     gated: bool = True
     """The optimiser decides on the device whether a step is skipped (same bits as deciding on the host, which unset it does)."""

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from surefoot.config.bounds import out_of_range
-from surefoot.config.data import BpeTokenizer, BytesTokenizer, DataConfig
+from surefoot.config.data import BpeTokenizer, BytesTokenizer, DataConfig, RepetitionMask
 from surefoot.config.model import Custom, GroupedQueryAttention, ModelConfig
-from surefoot.config.optim import OptimConfig
+from surefoot.config.optim import GlobalNorm, OptimConfig
 from surefoot.config.parallel import ParallelConfig
 from surefoot.config.run import CheckpointConfig, LogConfig, RunConfig
 
@@ -44,6 +44,8 @@ def broken_rules(parts: Mapping[str, Any], world_size: int | None = None) -> lis
         (_exclusions, ("data",)),
         (_vocabulary, ("model", "data")),
         (_optim, ("optim",)),
+        (_clipping, ("optim", "steps")),
+        (_repetition, ("data",)),
         (_micro_batches, ("data", "parallel")),
         (_checkpoint, ("checkpoint",)),
         (_log, ("log",)),
@@ -197,6 +199,20 @@ def _optim(optim: OptimConfig) -> Iterator[Rule]:
         keys = ("optim.optimizer.weight_decay", "optim.lr")
         text = f"optim.lr={optim.lr} times weight_decay={optim.optimizer.weight_decay} is {decay:g}"
         yield Rule(keys, f"{text}: one step would turn the weights over; it must be below 1")
+
+
+def _clipping(optim: OptimConfig, steps: int) -> Iterator[Rule]:
+    if not isinstance(optim.clipping, GlobalNorm) and optim.clipping.warmup_steps >= steps:
+        key = "optim.clipping.warmup_steps"
+        text = f"{key}={optim.clipping.warmup_steps} leaves none of steps={steps} that is clipped by {optim.clipping.kind!r}"
+        yield Rule((key, "steps"), f"{text}; it must be below {steps}")
+
+
+def _repetition(data: DataConfig) -> Iterator[Rule]:
+    if isinstance(data.repetition, RepetitionMask) and data.repetition.count > data.seq_len:
+        key = "data.repetition.count"
+        text = f"{key}={data.repetition.count} has no effect: a row of data.seq_len={data.seq_len} tokens cannot repeat one so often"
+        yield Rule((key, "data.seq_len"), f"{text}; at most {data.seq_len}")
 
 
 def _batch_sizes(data: DataConfig) -> list[tuple[str, int]]:

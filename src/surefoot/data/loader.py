@@ -15,6 +15,7 @@ from surefoot.data.hashing import digest_of_array
 from surefoot.data.mixture import BatchStarts, Mixture
 from surefoot.data.pack import IGNORE, Rows, RowSpan, num_rows, read_rows, row_documents, rows_of_document
 from surefoot.data.prepared import PreparedData
+from surefoot.data.repetition import mask_repetition
 from surefoot.data.shards import REBUILD, TOKENS, Split
 from surefoot.data.tokenizer import load_tokenizer
 
@@ -41,6 +42,8 @@ class Batch:
     """Tokens of this rank blanked by exclusion; padding does not count."""
     excluded: tuple[str, ...]
     """Documents blanked in the whole batch, sorted."""
+    num_masked: int = 0
+    """Tokens of this rank blanked because they repeat themselves (``data.repetition``), exclusions aside."""
 
 
 class Loader:
@@ -72,9 +75,12 @@ class Loader:
         num_excluded = 0
         if active := (*self.data.exclude, *exclusions):
             num_excluded = self._blanking(active).apply(batch_index, mine_B3, rows, self.prepared.eos_id)
+        num_masked = mask_repetition(
+            rows, self.data.repetition, document_mask=self.data.document_mask, eos_id=self.prepared.eos_id
+        )
         excluded = self.excluded_documents(batch_index, exclusions)
         _check_vocabulary(rows, mine_B3, self.splits, self.prepared.vocab_size)
-        return _batch(batch_index, rows, samples_B3, num_excluded, excluded)
+        return _batch(batch_index, rows, samples_B3, num_excluded, excluded, num_masked)
 
     def sample_ids(self, batch_index: int) -> npt.NDArray[np.int64]:
         """(source, epoch, row) of the whole batch, shape (B, 3)."""
@@ -189,12 +195,17 @@ class EvalRows:
             inside = starts[starts >= row * seq_len] - row * seq_len
             first_tokens_B[at] = len(inside)
             first_bytes_B[at] = self._num_bytes_V[rows.tokens_BT[at, inside]].sum()
-        batch = _batch(-1, rows, samples_B3, 0, ())
+        batch = _batch(-1, rows, samples_B3)
         return EvalBatch(batch, predicted_bytes_B + first_bytes_B, predicted_bytes_B, first_tokens_B)
 
 
 def _batch(
-    batch_index: int, rows: Rows, samples_B3: npt.NDArray[np.int64], num_excluded: int, excluded: tuple[str, ...]
+    batch_index: int,
+    rows: Rows,
+    samples_B3: npt.NDArray[np.int64],
+    num_excluded: int = 0,
+    excluded: tuple[str, ...] = (),
+    num_masked: int = 0,
 ) -> Batch:
     return Batch(
         batch_index=batch_index,
@@ -207,6 +218,7 @@ def _batch(
         num_targets=int(np.count_nonzero(rows.targets_BT != IGNORE)),
         num_excluded=num_excluded,
         excluded=excluded,
+        num_masked=num_masked,
     )
 
 

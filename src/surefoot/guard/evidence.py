@@ -23,6 +23,8 @@ class PassResult:
     """Loss and gradient norm have the bits of the refused step (only ``same_batch`` may)."""
     excess: float = 0.0
     """Loss above what is normal for this batch: for ``healthy_batch`` its loss when it was applied, else the refused step's expected loss."""
+    gradient_before: float = MISSING
+    """Of ``healthy_batch``: its gradient norm when it was applied."""
 
     @property
     def finite(self) -> bool:
@@ -106,3 +108,5 @@ class Diagnosis:
     """Those that did it, when the data did."""
     state_is_broken: bool = False
     """Healthy batches are bad at these weights too: only going back helps."""
+    certain: bool = False
+    """Shown by a pass, the batch's own tokens or the weights; else it is what such findings usually come from."""

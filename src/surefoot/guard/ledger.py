@@ -11,6 +11,9 @@ from typing import Any
 
 from surefoot.config.data import Exclusion
 from surefoot.guard.ledger_row import KINDS, REASONS, LedgerError, Row, chained_hash, plain_value
+from surefoot.guard.ledger_views import Decisions
+from surefoot.guard.lr_change import LrChange
+from surefoot.guard.record import Record
 
 
 @dataclass(frozen=True)
@@ -69,28 +72,52 @@ class Ledger:
     """
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
-        self.rows: tuple[Row, ...] = ()
+        self._log: list[Row] = []
+        """The rows, shared with longer ledgers grown from this one: theirs begin with the same ``_length``."""
+        self._length = 0
         self.attempts: tuple[Attempt, ...] = ()
         """Every attempt so far; number k stands at place k-1."""
+        self.decisions = Decisions()
+        """What was decided about batches, each decision once."""
         if rows := tuple(rows):
             ledger = Ledger()
             for row in rows:
                 ledger = ledger.append(row)
-            self.rows, self.attempts = ledger.rows, ledger.attempts
+            self._take(ledger._log, ledger)
+
+    def _take(self, log: list[Row], views: "Ledger") -> None:
+        """Become the ledger of all rows of ``log``, whose views another ledger has."""
+        self._log, self._length = log, len(log)
+        self.attempts, self.decisions = views.attempts, views.decisions
+
+    @cached_property
+    def record(self) -> Record:
+        """What the guard has spent so far."""
+        return self.decisions.record()
+
+    @cached_property
+    def lr_events(self) -> tuple[LrChange, ...]:
+        """What the learning rate is multiplied by, from when on."""
+        return self.decisions.lr_events()
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """All of them, in order."""
+        return tuple(self._log[: self._length])
 
     def next_row(self, kind: str, fields: Row, time: float) -> dict[str, Any]:
         """The row that ``append`` will accept, with its number and hash. Numbers that are not finite become text."""
         plain = {key: plain_value(value) for key, value in fields.items()}
-        row = {"n": len(self.rows), "kind": kind, "time": time, **plain}
+        row = {"n": self._length, "kind": kind, "time": time, **plain}
         if len(row) != 3 + len(plain):
-            raise LedgerError(len(self.rows), f"a {kind!r} row may not set n, kind or time itself; leave them out")
-        row["hash"] = chained_hash(self.prefix_hash(len(self.rows)), row)
+            raise LedgerError(self._length, f"a {kind!r} row may not set n, kind or time itself; leave them out")
+        row["hash"] = chained_hash(self.prefix_hash(self._length), row)
         self._refuse_contradiction(row)
         return row
 
     def append(self, row: Row) -> "Ledger":
         """This ledger and one row more; a row out of the chain or against the history is a LedgerError."""
-        n = len(self.rows)
+        n = self._length
         if row.get("n") != n:
             raise LedgerError(n, f"it says n={row.get('n')!r}; rows count 0, 1, 2 .. without a gap")
         expected = chained_hash(self.prefix_hash(n), row)
@@ -101,24 +128,26 @@ class Ledger:
                 f"changed after it was written; restore the file from a copy, or fork from a checkpoint",
             )
         self._refuse_contradiction(row)
+        # A sibling may have grown the shared list already; then this branch goes on in a copy.
+        log = self._log if len(self._log) == n else self._log[:n]
+        log.append(row)
         longer = Ledger()
-        longer.rows = (*self.rows, row)
-        longer.attempts = (*self.attempts, _attempt(row)) if row["kind"] == "attempt" else self.attempts
+        longer._take(log, self)
+        longer.decisions = self.decisions.after(row)
+        if row["kind"] == "attempt":
+            longer.attempts = (*self.attempts, _attempt(row))
         return longer
 
     def prefix_hash(self, n: int) -> str:
         """Hash that stands for the first n rows; empty for none."""
-        if not 0 <= n <= len(self.rows):
-            raise ValueError(f"the ledger has {len(self.rows)} rows; there is no prefix of {n}")
-        return str(self.rows[n - 1]["hash"]) if n else ""
+        if not 0 <= n <= self._length:
+            raise ValueError(f"the ledger has {self._length} rows; there is no prefix of {n}")
+        return str(self._log[n - 1]["hash"]) if n else ""
 
     def prefix(self, n: int) -> "Ledger":
         """The ledger as it was with n rows."""
         self.prefix_hash(n)
-        shorter = Ledger()
-        shorter.rows = self.rows[:n]
-        shorter.attempts = self.attempts[: sum(row["kind"] == "attempt" for row in shorter.rows)]
-        return shorter
+        return Ledger(self.rows[:n])
 
     def of_kind(self, kind: str) -> list[Row]:
         """All rows of one kind, in order."""
@@ -204,7 +233,8 @@ class Ledger:
         return tuple(sorted(alive, key=lambda skip: skip.batch_index))
 
     def _last_since_attempt(self, kind: str) -> Row | None:
-        for row in reversed(self.rows):
+        for at in range(self._length - 1, -1, -1):
+            row = self._log[at]
             if row["kind"] == kind:
                 return row
             if row["kind"] == "attempt":
@@ -235,7 +265,7 @@ class Ledger:
 
     def _refuse_contradiction(self, row: Row) -> None:
         """What the lineage rule stands on: known kinds, all fields, attempts in order and started from what survives."""
-        n, kind = len(self.rows), str(row.get("kind"))
+        n, kind = self._length, str(row.get("kind"))
         if kind not in KINDS:
             raise LedgerError(n, f"kind {kind!r} is not known; the kinds are {', '.join(KINDS)}")
         if missing := [field for field in KINDS[kind] if field not in row]:
@@ -248,7 +278,7 @@ class Ledger:
             raise LedgerError(n, f"checkpoint of attempt {row['attempt']}, but the attempts are 1 to {self.attempt}")
 
     def _refuse_attempt(self, row: Row) -> None:
-        n = len(self.rows)
+        n = self._length
         if row["attempt"] != self.attempt + 1:
             raise LedgerError(n, f"attempt {row['attempt']} follows attempt {self.attempt}; it must be the next number")
         if row["reason"] not in REASONS:

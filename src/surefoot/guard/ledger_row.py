@@ -14,6 +14,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "certified": ("name",),
     "skip": ("batch_index", "step", "cause"),
     "verdict": (),
+    "lr_event": ("start_step", "factor", "hold_steps", "ramp_steps", "settle", "cause", "batch_index"),
     "lineage": ("parent", "step", "diff"),
     "finish": ("step", "batch_index", "digest"),
     "stop": ("reason",),

@@ -10,6 +10,13 @@ class PastRollback:
     at_batch: int
     """Batch whose verdict it was."""
     to_batch: int
+    restored: int = -1
+    """Batch counter of the state that was restored, at most ``to_batch``; -1 while that is not known."""
+
+    @property
+    def from_batch(self) -> int:
+        """First batch read again."""
+        return self.restored if self.restored >= 0 else self.to_batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,11 +74,13 @@ class StepSignals:
     optimizer_steps: int = -1
     """Updates that the optimiser itself has counted; -1 is not known. Must equal ``step``."""
     facts: BatchFacts = BatchFacts()
+    gradient_known: bool = True
+    """False only for a row of a log that has no gradient norm: NaN there is missing, and no verdict."""
 
     @property
     def finite(self) -> bool:
         """Loss and gradient norm are numbers an update may be made of."""
-        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+        return math.isfinite(self.loss) and (math.isfinite(self.gradient_norm) or not self.gradient_known)
 
 
 @dataclass(frozen=True, kw_only=True)

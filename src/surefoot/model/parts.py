@@ -31,18 +31,38 @@ class Linear(nn.Linear):
         return F.linear(input, self.weight.to(input.dtype))
 
 
-class Embedding(nn.Embedding):
-    """One row per token id, looked up and then rounded to the compute dtype. Starts undrawn."""
+class _GradientShare(torch.autograd.Function):
+    """The input to the bit, and a share of its gradient. x * a + x.detach() * (1 - a) would round the values."""
 
-    def __init__(self, vocab_size: int, d_model: int, compute_dtype: torch.dtype) -> None:
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.share, None
+
+
+class Embedding(nn.Embedding):
+    """One row per token id, looked up and then rounded to the compute dtype. Starts undrawn.
+
+    The weight gets ``gradient_share`` of the gradient of what was looked up (GLM-130B, arXiv:2210.02414 section 3.1), taken before the
+    gradient is summed over tokens and in the precision of the weight; whoever uses the weight itself is not concerned.
+    """
+
+    def __init__(self, vocab_size: int, d_model: int, compute_dtype: torch.dtype, gradient_share: float = 1.0) -> None:
         super().__init__(vocab_size, d_model)
-        self.compute_dtype = compute_dtype
+        self.compute_dtype, self.gradient_share = compute_dtype, gradient_share
 
     def reset_parameters(self) -> None:
         """Nothing: parameters are drawn by name, see parametrization."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.embedding(input, self.weight).to(self.compute_dtype)
+        x = F.embedding(input, self.weight)
+        if self.gradient_share != 1.0:
+            x = _GradientShare.apply(x, self.gradient_share)  # type: ignore[no-untyped-call]
+        return x.to(self.compute_dtype)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.compute_dtype = compute_dtype
-        self.embedding = Embedding(cfg.vocab_size, cfg.d_model, compute_dtype)
+        self.embedding = Embedding(cfg.vocab_size, cfg.d_model, compute_dtype, cfg.embedding_gradient)
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.num_layers))
         self.norm = build_norm(cfg, cfg.num_layers)
         self.head = None if cfg.tie_embeddings else Linear(cfg.d_model, cfg.vocab_size)

@@ -31,6 +31,18 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """Something that happened, on the curve where it happened."""
+
+    batch: int
+    y: float
+    kind: str
+    survives: bool
+    hover: str
+    """HTML."""
+
+
+@dataclass(frozen=True)
 class Chart:
     """One chart with the sentence that says what it shows."""
 
@@ -40,6 +52,7 @@ class Chart:
     lines: list[Line]
     logarithmic: bool = False
     from_zero: bool = False
+    marks: tuple[Mark, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -60,7 +73,7 @@ def charts(run: Run, domains: tuple[Domain, ...]) -> list[Chart]:
             "L2 norm",
             [
                 *_lost_lines(lost, "train/gradient_norm"),
-                *_line(history, "train/gradient_norm", "main", "gradient norm"),
+                *drawn(history, "train/gradient_norm", "main", "gradient norm"),
             ],
             logarithmic=True,
         ),
@@ -68,7 +81,7 @@ def charts(run: Run, domains: tuple[Domain, ...]) -> list[Chart]:
             "Learning rate",
             "How far each update moves the weights: up during warm-up, then as the schedule says.",
             "learning rate",
-            _line(history, "train/lr", "main", "learning rate"),
+            drawn(history, "train/lr", "main", "learning rate"),
             from_zero=True,
         ),
         Chart(
@@ -76,7 +89,7 @@ def charts(run: Run, domains: tuple[Domain, ...]) -> list[Chart]:
             "Training tokens a second. Flat is good; dips are evaluations, checkpoints or a busy machine.",
             "tokens/s",
             [
-                *_line(history, "perf/tokens_per_s", "raw", "each batch"),
+                *drawn(history, "perf/tokens_per_s", "raw", "each batch"),
                 *_smoothed(history, "perf/tokens_per_s", "moving average"),
             ],
             from_zero=True,
@@ -87,7 +100,7 @@ def charts(run: Run, domains: tuple[Domain, ...]) -> list[Chart]:
 
 def _loss(history: Columns, lost: list[Columns]) -> Chart:
     written = "train/loss_smoothed" in history
-    smooth = _line(history, "train/loss_smoothed", "main", "smoothed") if written else []
+    smooth = drawn(history, "train/loss_smoothed", "main", "smoothed") if written else []
     more = "" if len(history["step"]) <= 2 * BUCKETS else f" (lowest and highest of every {_bucket(history)})"
     text = (
         "How badly the model predicts the next token of its training text; it should fall fast, then slowly. "
@@ -95,7 +108,7 @@ def _loss(history: Columns, lost: list[Columns]) -> Chart:
     )
     if lost:
         text += " Dotted: steps that a rollback or resume took back."
-    lines = [*_lost_lines(lost, "train/loss"), *_line(history, "train/loss", "raw", "each batch")]
+    lines = [*_lost_lines(lost, "train/loss"), *drawn(history, "train/loss", "raw", "each batch")]
     return Chart(
         "Training loss", text, "nats per token", [*lines, *(smooth or _smoothed(history, "train/loss", "smoothed"))]
     )
@@ -111,7 +124,7 @@ def _validation(history: Columns, domains: tuple[Domain, ...]) -> Chart:
     lines: list[Line] = []
     for place, name in enumerate(domain_names(history)):
         look = DOMAIN_LOOKS[place % len(DOMAIN_LOOKS)]
-        lines += _line(history, f"eval/{name}/bits_per_byte", look, name, dots=True)
+        lines += drawn(history, f"eval/{name}/bits_per_byte", look, name, dots=True)
         stick = sticks.get(name)
         if stick and np.isfinite(stick.xz_bits_per_byte):
             ends = [int(history["batch_index"][0]), int(history["batch_index"][-1])]
@@ -126,7 +139,7 @@ def _validation(history: Columns, domains: tuple[Domain, ...]) -> Chart:
     return Chart("Held-out text", text, "bits per byte", lines)
 
 
-def _line(history: Columns, name: str, look: Look, label: str, *, dots: bool = False) -> list[Line]:
+def drawn(history: Columns, name: str, look: Look, label: str, *, dots: bool = False) -> list[Line]:
     """One metric, or nothing where the run never wrote it. Sparse metrics (dots) are joined across batches without."""
     x, y = history["batch_index"], column(history, name)
     if not np.isfinite(y).any():
@@ -163,6 +176,6 @@ def _by_attempt(run: Run) -> list[Columns]:
 def _lost_lines(lost: list[Columns], name: str) -> list[Line]:
     lines: list[Line] = []
     for history in lost:
-        for line in _line(history, name, "abandoned", "taken back"):
+        for line in drawn(history, name, "abandoned", "taken back"):
             lines.append(Line(line.name, line.look, line.x, line.y, legend=not lines))
     return lines

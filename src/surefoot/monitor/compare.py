@@ -6,7 +6,7 @@ from typing import Any
 
 from surefoot.monitor.run import Run
 
-COMPARED = ("train/", "eval/")
+COMPARED = ("train/", "eval/", "guard/", "inside/", "data/")
 """Sections that a replay gives again bit for bit; times and memory never do."""
 IDENTITIES = ("step", "tokens", "sample_digest", "state_digest", "excluded", "cause")
 

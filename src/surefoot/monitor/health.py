@@ -20,7 +20,7 @@ class Health:
 
 def health(run: Run, summary: Summary, status: Status) -> Health:
     """Read off the ledger and the rows of a run."""
-    faults = summary.skipped + summary.rollbacks
+    faults = summary.skipped + summary.rollbacks + summary.lr_events
     sentences = [f"The run {replace(status, step=summary.step).sentence()}."]
     if status.state == "empty":
         return Health("warning", "Not started.", tuple(sentences))
@@ -35,6 +35,8 @@ def health(run: Run, summary: Summary, status: Status) -> Health:
         sentences.append(
             f"{several(summary.rollbacks, 'rollback').capitalize()}: it returned to an earlier state{without}."
         )
+    if summary.lr_events:
+        sentences.append(f"The learning rate was changed {several(summary.lr_events, 'time')} to calm it.")
     if summary.lost_s >= 1:
         sentences.append(f"Steps that were taken back cost {duration(summary.lost_s)}.")
     if gaps := missing(run.metrics()["batch_index"]):

@@ -12,7 +12,8 @@ Reduction = Literal["sum", "mean", "max", "same"]
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of one step. ``<domain>`` in a name stands for the name of a source."""
+    """A number of one step. ``<domain>`` in a name stands for the name of a source, ``<role>`` for a role of parameters (model/parametrization),
+    ``<layer>`` for the number of a layer, from 0."""
 
     name: str
     unit: str
@@ -39,13 +40,54 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/logsumexp_max", "nats", "max", "largest logsumexp of the logits in the batch"),
     Metric("train/num_targets", "tokens", "sum", "tokens that were predicted"),
     Metric("train/tokens_excluded", "tokens", "sum", "tokens blanked because their document is excluded"),
+    Metric("train/tokens_masked", "tokens", "sum", "tokens blanked because they repeat themselves (data.repetition)"),
     Metric("train/skipped", "1", "same", "1 where the update was refused, else 0"),
+    Metric(
+        "train/gradient_norm/<role>", "1", "same", "L2 norm of the gradient of one kind of parameters, before clipping"
+    ),
+    Metric("train/nonfinite", "elements", "sum", "elements of the gradient that are NaN or infinite"),
+    Metric(
+        "train/update_size", "1", "same", "root mean square of what the update changed in a fixed sample of weights"
+    ),
+    Metric("train/document_loss_max", "nats/token", "max", "largest loss of a document's part in one row"),
+    Metric("train/document_loss_p999", "nats/token", "same", "99.9th percentile of those losses over the batch"),
+    Metric("data/misaligned", "share", "same", "targets that are not the next token of their row; 0 in sound data"),
+    Metric("data/copied", "share", "same", "targets equal to their own input token; near 1 where the target leaks"),
+    Metric("data/repeated", "share", "same", "tokens in floods: 1 to 13 tokens repeated at least 32 times in a row"),
+    Metric("guard/loss_zscore", "1", "same", "loss above its trend, in robust standard deviations"),
+    Metric("guard/document_zscore", "1", "same", "largest document loss above its trend, likewise"),
+    Metric("guard/gradient_zscore", "1", "same", "logarithm of the gradient norm above its trend, likewise"),
+    Metric("guard/update_zscore", "1", "same", "size of the update, for its rate, above its trend, likewise"),
     Metric("perf/tokens_per_s", "tokens/s", "sum", "tokens of the batch over the wall time of the step"),
     Metric("perf/mfu", "1", "same", "model FLOPs over what the device's matrix products reach at best"),
     Metric("perf/step_s", "s", "max", "wall time of the step, its wait for data included"),
     Metric("perf/data_wait_s", "s", "max", "time the step waited for its batch"),
     Metric("perf/memory_gib", "GiB", "max", "largest memory a process has held so far"),
     Metric("eval/<domain>/loss", "nats/token", "mean", "held-out cross-entropy of a domain"),
+    Metric("inside/<role>/update_ratio", "1", "same", "size of the update over the size of the weights it changed"),
+    Metric(
+        "inside/<role>/rms_t",
+        "1",
+        "same",
+        "gradient over what the second moment expects, RMS; above 2 the moment is stale",
+    ),
+    Metric("inside/<role>/weight_norm", "1", "same", "L2 norm of the weights of one kind of parameters"),
+    Metric("inside/<role>/largest_weight", "1", "same", "largest weight over the root mean square of its own tensor"),
+    Metric(
+        "inside/layer_<layer>/attention_logit_max", "1", "same", "largest attention logit on the probe's held-out rows"
+    ),
+    Metric(
+        "inside/layer_<layer>/attention_entropy",
+        "1",
+        "same",
+        "attention entropy over its largest possible value; 0 is one key only",
+    ),
+    Metric(
+        "inside/layer_<layer>/activation_rms", "1", "same", "root mean square of the residual stream after the layer"
+    ),
+    Metric(
+        "inside/layer_<layer>/activation_max", "1", "same", "largest magnitude in the residual stream after the layer"
+    ),
     Metric(
         "eval/<domain>/bits_per_byte", "bits/byte", "mean", "held-out loss per byte of text: compares across tokenizers"
     ),
@@ -57,7 +99,8 @@ class UnknownMetricError(ValueError):
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(re.escape(name).replace("<domain>", "[^/]+"))
+    """``re.escape`` leaves the angle brackets as they are."""
+    return re.compile(re.sub(r"<\w+>", "[^/]+", re.escape(name)))
 
 
 _EXACT = {metric.name: metric for metric in METRICS if "<" not in metric.name}

@@ -3,7 +3,8 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const touch = window.matchMedia("(pointer: coarse)").matches;
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-  const symbols = { skip: "x", attempt: "triangle-left", checkpoint: "circle", certified: "diamond", finish: "star", stop: "square", verdict: "x" };
+  const symbols = { skip: "x", attempt: "triangle-left", checkpoint: "circle", certified: "diamond", finish: "star", stop: "square", verdict: "x",
+    lr_event: "triangle-down", noted: "circle-open", ordered: "circle-open" };
 
   function lineTrace(line) {
     const look = line.look;
@@ -27,6 +28,18 @@
         opacity: moments.map((m) => (m.survives ? 1 : 0.4)),
       },
       text: moments.map((m) => m.hover), hovertemplate: "%{text}<extra></extra>",
+    };
+  }
+
+  // What the guard did, where it happened on the curve itself.
+  function markTrace(marks) {
+    return {
+      x: marks.map((m) => m.batch), y: marks.map((m) => m.y), mode: "markers", showlegend: false,
+      marker: {
+        symbol: marks.map((m) => symbols[m.kind] || "circle-open"), size: 10, line: { width: 1, color: colour("ground") },
+        color: marks.map((m) => colour("warning")), opacity: marks.map((m) => (m.survives ? 1 : 0.4)),
+      },
+      text: marks.map((m) => m.hover), hovertemplate: "%{text}<extra></extra>",
     };
   }
 
@@ -62,7 +75,7 @@
       yaxis2: { domain: [0, 0.06], range: [0, 1], visible: false, fixedrange: true },
       shapes: courseLines(data.moments), hoverlabel: { align: "left", namelength: -1 },
     };
-    const traces = chart.lines.map(lineTrace).concat([railTrace(data.moments)]);
+    const traces = chart.lines.map(lineTrace).concat(chart.marks.length ? [markTrace(chart.marks)] : [], [railTrace(data.moments)]);
     Plotly.react("chart-" + place, traces, layout, { displayModeBar: false, responsive: true, scrollZoom: false });
   }
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,9 @@ from plotly.offline import get_plotlyjs
 
 from surefoot.monitor.charts import Chart
 from surefoot.monitor.compare import flat
+from surefoot.monitor.guard_charts import hover
+from surefoot.monitor.guard_section import guard_section
+from surefoot.monitor.guard_story import Deed
 from surefoot.monitor.health import Health
 from surefoot.monitor.sentences import Moment, told_briefly
 from surefoot.monitor.summary import Domain, Summary
@@ -26,6 +28,7 @@ def page(
     health: Health,
     drawn: list[Chart],
     moments: list[Moment],
+    deeds: list[Deed],
     config: dict[str, Any],
     x: tuple[int, int],
 ) -> str:
@@ -35,6 +38,7 @@ def page(
         _figures(summary),
         _domains(summary.domains),
         *(_chart(place, chart) for place, chart in enumerate(drawn)),
+        guard_section(deeds),
         _events(moments),
         _samples(summary),
         _going_on(summary),
@@ -82,9 +86,7 @@ def _marks(moments: list[Moment]) -> list[dict[str, Any]]:
             "tone": mark.tone,
             "survives": mark.survives,
             "line": batch in lines,
-            "hover": "<br>".join(
-                line for m in by_batch[batch] for line in _wrapped(f"Step {m.step:,}: {escape(m.text)}")
-            ),
+            "hover": hover(by_batch[batch]),
         }
         for batch, mark in grave.items()
     ]
@@ -97,20 +99,16 @@ def _gravity(moment: Moment) -> int:
     """Smaller is graver; from _PLAIN on it did not change the course of the run."""
     if moment.kind == "attempt" and moment.tone == "warning":
         return 0
-    return {"verdict": 1, "skip": 2, "attempt": 3, "finish": _PLAIN, "stop": _PLAIN, "certified": _PLAIN + 1}.get(
-        moment.kind, _PLAIN + 2
-    )
-
-
-def _wrapped(text: str, width: int = 44) -> Iterable[str]:
-    line = ""
-    for word in text.split():
-        if line and len(line) + 1 + len(word) > width:
-            yield line
-            line = word
-        else:
-            line = f"{line} {word}".strip()
-    yield line
+    return {
+        "verdict": 1,
+        "skip": 2,
+        "attempt": 3,
+        "lr_event": 4,
+        "noted": _PLAIN,
+        "finish": _PLAIN,
+        "stop": _PLAIN,
+        "certified": _PLAIN + 1,
+    }.get(moment.kind, _PLAIN + 2)
 
 
 def _head(summary: Summary, health: Health) -> str:
@@ -204,7 +202,7 @@ def _events(moments: list[Moment]) -> str:
         rows.append(
             f'<li{faded}><span class="where">{where}</span><span class="{css}">{escape(m.text)}{undone}</span></li>'
         )
-    legend = "The marks under each chart, the gravest where several meet: ◀ start, resume or rollback, ✕ skipped step, ● checkpoint, ◆ certified, ★ end. Yellow is a fault, pale was taken back."
+    legend = "The marks under each chart, the gravest where several meet: ◀ start, resume or rollback, ✕ skipped step, ▼ another learning rate, ○ something noted, ● checkpoint, ◆ certified, ★ end. Yellow is a fault, pale was taken back."
     return f'<h2>What happened</h2><p class="soft small">{legend}</p><ol class="events">{"".join(rows)}</ol>'
 
 

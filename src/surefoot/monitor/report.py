@@ -4,6 +4,8 @@ from pathlib import Path
 
 from surefoot.monitor.charts import charts
 from surefoot.monitor.durable import write_atomic
+from surefoot.monitor.guard_charts import guard_charts, with_deeds
+from surefoot.monitor.guard_story import deeds
 from surefoot.monitor.health import health
 from surefoot.monitor.page import page
 from surefoot.monitor.run import Run
@@ -16,7 +18,9 @@ def report_html(run: Run) -> str:
     summary = summarise(run)
     batches = run.history()["batch_index"]
     span = (int(batches[0]), int(batches[-1])) if len(batches) else (0, 1)
-    return page(summary, health(run, summary, run.status()), charts(run, summary.domains), story(run), run.config, span)
+    moments = story(run)
+    drawn = [*with_deeds(charts(run, summary.domains), run, moments), *guard_charts(run)]
+    return page(summary, health(run, summary, run.status()), drawn, moments, deeds(run), run.config, span)
 
 
 def write_report(folder: str | Path, path: Path | None = None) -> Path:

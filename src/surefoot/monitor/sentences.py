@@ -12,6 +12,14 @@ Tone = Literal["good", "plain", "warning"]
 QUIET = ("facts", "yardstick", "sample", "eval")
 """Events that have their own place in console and report."""
 
+VERDICTS: Mapping[str, str] = {
+    "proceed": "noted",
+    "clip_harder": "noted",
+    "rollback": "ordered",
+    "lr_event": "ordered",
+}
+"""Kind of the moment of a verdict that leaves the course of the run as it is, or that another row carries out."""
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -49,6 +57,8 @@ def sentence(kind: str, row: Mapping[str, Any]) -> str:
         case "lineage":
             changes = several(len(row["diff"]), "change")
             return f"Forked from {row['parent']} at step {row['step']:,} with {changes} of the config."
+        case "lr_event":
+            return _lr_event(row)
         case "verdict":
             return str(row.get("text") or row.get("reason") or f"The guard gave a verdict: {_rest(row)}")
         case _:
@@ -57,7 +67,9 @@ def sentence(kind: str, row: Mapping[str, Any]) -> str:
 
 def tone(kind: str, row: Mapping[str, Any]) -> Tone:
     """Whether a person should worry."""
-    if kind in ("skip", "verdict", "warning") or (kind == "attempt" and row["reason"] == "rollback"):
+    if kind == "verdict" and row.get("action") == "proceed":
+        return "plain" if all(item.get("severity") == "note" for item in row.get("findings", ())) else "warning"
+    if kind in ("skip", "verdict", "lr_event", "warning") or (kind == "attempt" and row["reason"] == "rollback"):
         return "warning"
     return "good" if kind in ("finish", "certified") else "plain"
 
@@ -79,6 +91,14 @@ def _attempt(row: Mapping[str, Any]) -> str:
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     without = f"; from there on without {several(len(names), 'document')}: {shown}" if names else ""
     return f"{text}{cause}{without}."
+
+
+def _lr_event(row: Mapping[str, Any]) -> str:
+    text = f"From step {row['start_step']:,} on the learning rate is {row['factor']:g} of the scheduled one"
+    if row["hold_steps"] or row["ramp_steps"]:
+        settled = "back to all of it" if row["settle"] == 1 else f"to {row['settle']:g} of it, for good"
+        text += f" for {row['hold_steps']:,} steps, then over {row['ramp_steps']:,} steps {settled}"
+    return f"{text}, because {row['cause']}.".replace("..", ".")
 
 
 def _eval(row: Mapping[str, Any]) -> str:
@@ -114,6 +134,8 @@ def story(run: Run) -> list[Moment]:
             batch, step = row.get("batch_index", batch), row.get("step", step)
         survives = not attempt or run.ledger.row_survives(attempt, batch - (kind in ("attempt", "checkpoint")))
         text, feeling = sentence(kind, row), tone(kind, row)
+        if kind == "verdict":
+            kind = VERDICTS.get(str(row.get("action")), kind)
         moments.append(Moment(row["time"], attempt, batch, step, kind, text, feeling, survives))
     for event in run.events:
         kind = event["kind"]

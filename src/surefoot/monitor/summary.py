@@ -73,6 +73,8 @@ class Summary:
     memory_gib: float
     skipped: int
     rollbacks: int
+    lr_events: int
+    """Decisions that changed the learning rate."""
     resumes: int
     excluded: tuple[str, ...]
     """Documents blanked by decisions."""
@@ -121,6 +123,7 @@ def summarise(run: Run) -> Summary:
         memory_gib=_largest(column(metrics, "perf/memory_gib")),
         skipped=len(run.ledger.skips()),
         rollbacks=sum(attempt.reason == "rollback" for attempt in run.attempts),
+        lr_events=len(run.ledger.of_kind("lr_event")),
         resumes=sum(attempt.reason == "resume" for attempt in run.attempts),
         excluded=tuple(item.document for item in run.ledger.exclusions),
         checkpoint=checkpoints[-1].name if checkpoints else "",

@@ -1,8 +1,10 @@
 """Learning rates in closed form: a function of ``step`` and nothing else, so that resuming cannot shift them. No torch."""
 
 import math
+from collections.abc import Sequence
 
 from surefoot.config.optim import WSD, Constant, Cosine, Linear, OptimConfig
+from surefoot.guard.lr_change import LrChange
 
 
 def lr_at(step: int, config: OptimConfig, num_steps: int) -> float:
@@ -16,6 +18,23 @@ def lr_at(step: int, config: OptimConfig, num_steps: int) -> float:
     if step < config.warmup_steps:
         return min(config.lr * (step + 1) / config.warmup_steps, config.lr * after)
     return config.lr * after
+
+
+def lr_factor(step: int, changes: Sequence[LrChange]) -> float:
+    """What the ledger's LR events multiply ``lr_at(step)`` by: the product of all that have begun; 1 without any."""
+    return math.prod(_changed(step - change.start_step, change) for change in changes)
+
+
+def _changed(since: int, change: LrChange) -> float:
+    """Multiplier of one change, ``since`` updates after its first; 1 before it."""
+    if since < 0:
+        return 1.0
+    if since < change.hold_steps:
+        return change.factor
+    risen = since - change.hold_steps + 1
+    if risen < change.ramp_steps:
+        return change.factor + (change.settle - change.factor) * risen / change.ramp_steps
+    return change.settle
 
 
 def _ratio(step: int, config: OptimConfig, num_steps: int) -> float:

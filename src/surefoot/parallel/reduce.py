@@ -1,7 +1,8 @@
-"""Numbers summed over ranks: one packed reduction for many scalars."""
+"""Numbers over ranks, summed, the largest, or all of them: one packed collective for many."""
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,19 +13,40 @@ from surefoot.parallel.mesh import World
 
 
 def sum_over_ranks(values: Sequence[Tensor | float], world: World) -> Tensor:
-    """The values, each summed over all ranks, as one fp64 vector on the device: the same bits on every rank."""
-    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values])
+    """The values, each summed over all ranks, as one fp64 vector on the device: the same bits on every rank. Tensors are flattened in order."""
+    total = packed(values, world)
     if world.size > 1:
-        dist.all_reduce(packed, op=dist.ReduceOp.SUM)
-    return packed
+        dist.all_reduce(total, op=dist.ReduceOp.SUM)
+    return total
 
 
 def max_over_ranks(values: Sequence[Tensor | float], world: World) -> Tensor:
-    """The values, each the largest over all ranks, as one fp64 vector on the device. NaN does not survive a maximum: sum what may be NaN."""
-    packed = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=world.device) for v in values])
+    """The values, each the largest over all ranks, as one fp64 vector on the device. NaN does not survive a maximum: sum or gather what may be NaN."""
+    top = packed(values, world)
     if world.size > 1:
-        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
-    return packed
+        dist.all_reduce(top, op=dist.ReduceOp.MAX)
+    return top
+
+
+def gather_over_ranks(values: Sequence[Tensor | float], world: World) -> Tensor:
+    """The values of every rank, as many on each, fp64 (ranks, values) on the device: NaN survives, and no order is lost."""
+    mine = packed(values, world)
+    if world.size == 1:
+        return mine[None]
+    everyone = mine.new_empty((world.size, len(mine)))
+    dist.all_gather(list(everyone.unbind()), mine)
+    return everyone
+
+
+def packed(values: Sequence[Tensor | float], world: World) -> Tensor:
+    """Numbers and flattened tensors in one new fp64 vector on the device; neighbouring plain numbers cross to it together."""
+    pieces: list[Tensor] = []
+    for plain, group in groupby(values, key=lambda value: not isinstance(value, Tensor)):
+        if plain:
+            pieces.append(torch.tensor(list(group), dtype=torch.float64, device=world.device))
+        else:
+            pieces += [torch.as_tensor(v, dtype=torch.float64, device=world.device).reshape(-1) for v in group]
+    return torch.cat(pieces)
 
 
 def from_rank_zero(value: Any, world: World) -> Any:
@@ -40,3 +62,12 @@ def from_rank_zero(value: Any, world: World) -> Any:
         buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     dist.broadcast(buffer, src=0)
     return json.loads(bytes(buffer.cpu().tolist()))
+
+
+def from_every_rank(value: Any, world: World) -> list[Any]:
+    """Each rank's value, by rank, on every rank. For rare, small things: it travels pickled, through the host."""
+    if world.size == 1:
+        return [value]
+    gathered: list[Any] = [None] * world.size
+    dist.all_gather_object(gathered, value)
+    return gathered

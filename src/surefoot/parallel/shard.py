@@ -1,5 +1,6 @@
 """Weights over ranks: FSDP2 sharding, and the same initial values whatever the sharding."""
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -54,3 +55,15 @@ def fill_parameters(
                 parameter.to_local().copy_(piece)
             else:
                 parameter.copy_(full)
+
+
+def elements_before(parameter: Tensor) -> int:
+    """Elements of the whole tensor, row after row, that come before those of this rank; raises ValueError where it holds no whole rows."""
+    if not isinstance(parameter, DTensor) or parameter.ndim == 0:
+        return 0
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    if tuple(shape[1:]) != tuple(parameter.shape[1:]):
+        raise ValueError(
+            f"a tensor of shape {tuple(parameter.shape)} placed as {parameter.placements} is not cut into whole rows"
+        )
+    return offset[0] * math.prod(parameter.shape[1:])

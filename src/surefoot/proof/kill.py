@@ -35,7 +35,7 @@ from surefoot.monitor import ledger_file
 from surefoot.monitor.compare import compare
 from surefoot.monitor.run import Run
 from surefoot.proof.rehearsal import Script, rehearsal, rehearse, write_corpus
-from surefoot.train import checkpoint, loop
+from surefoot.train import acting, checkpoint
 from surefoot.train.opening import commit_of
 
 PLACES = ("save", "ledger", "rollback")
@@ -214,7 +214,7 @@ def _marking(board: mmap.mmap) -> Iterator[None]:
     wrapped: list[tuple[Any, str, int]] = [
         (checkpoint, "_write", 0),
         (ledger_file.LedgerFile, "append", 1),
-        (loop, "roll_back", 2),
+        (acting, "roll_back", 2),
     ]
     for owner, name, at in wrapped:
         setattr(owner, name, _marked(getattr(owner, name), board, at))

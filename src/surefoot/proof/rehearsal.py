@@ -1,5 +1,6 @@
 """A run of seconds that does everything a run can do: skips, rolls back, excludes, checkpoints. For proofs and tests."""
 
+import math
 import random
 import signal
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from surefoot.config.data import BytesTokenizer, DataConfig, SourceConfig, TextFiles
@@ -25,13 +27,18 @@ from surefoot.guard.signals import ProbeSignals, StepSignals
 from surefoot.monitor.step_report import StepReport
 from surefoot.parallel.digest import digest_tensors
 from surefoot.parallel.mesh import join_world
-from surefoot.proof.faults import with_nan_activations, with_nan_gradients
+from surefoot.proof.data_faults import skip_healthy
+from surefoot.proof.faults import Bench, Dose, with_nan_activations, with_nan_gradients
+from surefoot.proof.step_faults import flip_bit, strike_weight
 from surefoot.train.finishing import finish
 from surefoot.train.interrupt import StopRequest
 from surefoot.train.keeping import Keeping
 from surefoot.train.loop import train
 from surefoot.train.run import open_run
+from surefoot.train.state import TrainState
 
+FLIPPED_BIT = 30.0
+"""The highest bit of the exponent: a weight below 2 becomes one beyond 1e30."""
 WORDS = [
     "the",
     "step",
@@ -135,8 +142,12 @@ class Script:
     """Batches in which a rank's embeddings come out as NaN."""
     nan_ranks: tuple[int, ...] = (0,)
     """Ranks on which it does."""
+    empty_batches: tuple[int, ...] = ()
+    """Batches that predict nothing: consumed, and nothing else."""
+    flipped_at: int = -1
+    """Batch before whose forward an exponent bit of a weight flips, once in the life of the process; -1 is never."""
     poison_token: int = -1
-    """Token whose input embedding is NaN from the start; needs untied embeddings. -1 is none."""
+    """Token that comes out of the embedding as NaN, by no fault of the weights; -1 is none."""
     rollback_after: int = -1
     """Batch after which the run rolls back; -1 is never."""
     rollbacks: int = 1
@@ -167,6 +178,10 @@ class Rehearsed:
     """Of every weight and moment, by name."""
     tensors: dict[str, npt.NDArray[np.float64]]
     """The same, whole, as fp64."""
+    guard: dict[str, Any]
+    """What the guard remembers."""
+    ledger: str
+    """Hash over all rows of this rank's ledger, times left out."""
     warnings: tuple[str, ...]
 
 
@@ -181,14 +196,19 @@ def rehearse(config: RunConfig, folder: Path, script: Script = Script()) -> Rehe
 
     stop = StopRequest()
     with open_run(config, folder, world, notify=notify, peak=0.0) as run:
-        if script.poison_token >= 0 and run.state.batch_index == 0:
-            with torch.no_grad():
-                run.state.parameters["embedding.weight"][script.poison_token] = float("nan")
+        if script.poison_token >= 0:
+            _poison(run.state, script.poison_token)
         setup = with_nan_gradients(run.setup, run.state, script.nan_batches, script.nan_ranks)
         with_nan_activations(run.setup, run.state, script.nan_activation_batches, script.nan_ranks)
+        bench = Bench(setup, run.state, run.data)
+        if script.flipped_at >= 0:
+            dose = Dose(onset=script.flipped_at, length=1, magnitude=FLIPPED_BIT, seed=3)
+            bench = strike_weight(flip_bit, bench, dose)
+        if script.empty_batches:
+            bench = skip_healthy(bench, script.empty_batches)
         watcher = _ScriptedWatcher(script, stop)
         judge = scripted_judge(run.keeping, script)
-        ending = train(run.state, setup, run.data, run.keeping, stop=stop, watchers=(watcher,), judge=judge)
+        ending = train(run.state, bench.setup, bench.data, run.keeping, stop=stop, watchers=(watcher,), judge=judge)
         if ending.reason == "done":
             finish(run)
         live = run.state.tensors()
@@ -199,6 +219,8 @@ def rehearse(config: RunConfig, folder: Path, script: Script = Script()) -> Rehe
             batch_index=run.state.batch_index,
             digests=digest_tensors(live),
             tensors={name: _whole(tensor) for name, tensor in live.items()},
+            guard=run.state.guard.to_dict(),
+            ledger=run.keeping.ledger.prefix_hash(len(run.keeping.ledger.rows)),
             warnings=tuple(told),
         )
 
@@ -243,6 +265,13 @@ class _ScriptedWatcher:
             self.stop.signal = signal.SIGTERM
         if report.batch_index == self.script.die_after:
             raise Crashed(f"after batch {report.batch_index}")
+
+
+def _poison(state: TrainState, token: int) -> None:
+    def spoil(module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        return torch.where((inputs[0] == token)[..., None], math.nan, output)
+
+    state.model.get_submodule("embedding").register_forward_hook(spoil)
 
 
 def _whole(tensor: torch.Tensor) -> npt.NDArray[np.float64]:

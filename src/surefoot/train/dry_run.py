@@ -10,7 +10,7 @@ from surefoot.data.loader import Batch
 from surefoot.model.count import activation_bytes, flops, num_params, state_bytes
 from surefoot.model.parts import custom_count
 from surefoot.parallel.mesh import World
-from surefoot.train.loop import memory_gib
+from surefoot.train.rows import memory_gib
 from surefoot.train.setup import Setup, set_up
 from surefoot.train.snapshot import GIB, check_budget
 from surefoot.train.step import train_step

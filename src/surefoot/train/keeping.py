@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from surefoot.config.codec import to_dict
 from surefoot.config.data import Exclusion
@@ -84,11 +84,11 @@ class Keeping:
         else:
             self.record("attempt", attempt=self.ledger.attempt + 1, reason=reason, exclude=exclude, **fields)
 
-    def warn(self, state: TrainState, text: str) -> None:
+    def warn(self, state: TrainState, text: str, kind: Literal["warning", "note"] = "warning") -> None:
         """A sentence in the events and for whoever watches, about something that is no decision."""
         if self.store:
-            self.store.write_event("warning", state.batch_index, state.step, text=text)
-            self.notify("warning", {"text": text})
+            self.store.write_event(kind, state.batch_index, state.step, text=text)
+            self.notify(kind, {"text": text})
 
     # Checkpoints
 

@@ -1,46 +1,29 @@
-"""The loop: a page. Batch, step, verdict, rows, and what is due."""
+"""The loop: a page. Batch, step, verdict, row, deed, and what is due."""
 
-import resource
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
-
-import torch
+from dataclasses import replace
 
 from surefoot.data.loader import Batch
-from surefoot.guard.actions import ClipHarder, Halt, Investigate, LrEvent, Proceed, Rollback, SkipUpdate
-from surefoot.guard.guard import Judge, Verdict, judge
-from surefoot.guard.record import Record
+from surefoot.guard.actions import Investigate
+from surefoot.guard.guard import Judge, conclude, judge, judge_evaluation, limits
+from surefoot.guard.signals import EvalSignals, ProbeSignals
 from surefoot.monitor.step_report import StepReport
-from surefoot.parallel.digest import combine, digest_tensors
-from surefoot.train.evaluate import TrainingData, cadence_metrics
-from surefoot.train.first_batch import doubt_initial_loss, prove_first_batch
+from surefoot.train.acting import Ending, Judged, act, noted
+from surefoot.train.agree import agree
+from surefoot.train.evaluate import TrainingData
+from surefoot.train.first_batch import prove_first_batch
 from surefoot.train.interrupt import StopRequest
+from surefoot.train.investigate import Recent, investigate
 from surefoot.train.keeping import Keeping
 from surefoot.train.manifest import CheckpointError
-from surefoot.train.rollback import NoTarget, roll_back
+from surefoot.train.probes import probe_metrics, probe_rows, take_probe
+from surefoot.train.rows import Pace, Watcher, describe, due, regime, speed, tell
 from surefoot.train.setup import Setup
 from surefoot.train.snapshot import SnapshotRing
 from surefoot.train.state import TrainState
 from surefoot.train.step import StepOutcome, train_step
 from surefoot.train.stock import certify, prune
-
-
-class Watcher(Protocol):
-    """Sees what happened; returns nothing and changes nothing."""
-
-    def step(self, report: StepReport) -> None:
-        """One batch was consumed."""
-
-
-@dataclass(frozen=True)
-class Ending:
-    """Why the loop ended."""
-
-    reason: Literal["done", "stopped", "halted"]
-    text: str = ""
 
 
 def train(
@@ -59,6 +42,7 @@ def train(
     """
     config, world = setup.config, setup.world
     snapshots = SnapshotRing(config.guard.snapshots)
+    recent, pace = Recent(), Pace()
     first = True
     while state.step < config.steps:
         begun = time.perf_counter()
@@ -67,26 +51,25 @@ def train(
         if first:
             prove_first_batch(batch, data.loader, keeping.ledger.exclusions, world)
             first = False
-        outcome = train_step(state, batch, setup, stop_asked=stop.asked)
-        verdict = judge(state.guard, outcome.signals, config.guard, Record())
-        state.guard = verdict.state
+        outcome = step_within_limits(state, batch, setup, data, keeping, stop)
+        probe, probing = look_inside(state, setup, data, outcome)
+        verdict = judge(state.guard, outcome.signals, config.guard, keeping.ledger.record, probe, config.steps)
+        seconds = time.perf_counter() - begun - probing
+        judged = settle(Judged(batch, outcome, verdict), recent, state, setup, data, keeping)
+        state.guard = judged.verdict.state
         state.optimizer.zero_grad(set_to_none=True)
-        seconds = time.perf_counter() - begun
-        report = describe(state, setup, data, batch, outcome, verdict, seconds, waited)
+        inside = probe_metrics(probe) if probe else {}
+        report = describe(state, setup, data, judged, speed(setup, len(batch.samples_B3), seconds, waited) | inside)
         tell(report, state, setup, keeping, watchers)
-        match verdict.action:
-            case Proceed() | ClipHarder() | Investigate() | LrEvent():
-                pass
-            case SkipUpdate(cause=cause):
-                keeping.record("skip", batch_index=batch.batch_index, step=state.step, cause=cause)
-            case Rollback() as action:
-                try:
-                    roll_back(action, state, setup, data.loader, keeping, snapshots)
-                except NoTarget as nowhere:
-                    return halt(keeping, batch, f"{action.cause}; {nowhere}")
-                continue
-            case Halt(reason=reason):
-                return halt(keeping, batch, reason)
+        judge_held_out(report, state, setup, keeping)
+        pace.watch(report, batch.samples_B3.shape[0] * config.data.seq_len, state, keeping)
+        done = act(judged, state, setup, data.loader, keeping, snapshots)
+        if isinstance(done, Ending):
+            return done
+        if done == "back":
+            recent.forget()
+            continue
+        recent.note(outcome, inside)
         keep_up(state, setup, keeping, snapshots, outcome)
         if outcome.stop_asked:
             break
@@ -99,57 +82,60 @@ def train(
     return Ending("done") if state.step >= config.steps else Ending("stopped")
 
 
-def halt(keeping: Keeping, batch: Batch, reason: str) -> Ending:
-    """End the run with a diagnosis in the ledger."""
-    keeping.wait()
-    keeping.record("verdict", action="halt", text=reason, batch_index=batch.batch_index)
-    keeping.record("stop", reason=reason)
-    return Ending("halted", reason)
-
-
-def describe(
-    state: TrainState,
-    setup: Setup,
-    data: TrainingData,
-    batch: Batch,
-    outcome: StepOutcome,
-    verdict: Verdict,
-    seconds: float,
-    waited: float,
-) -> StepReport:
-    """The record of one consumed batch, with the evaluation and the state digest where they are due."""
-    config = setup.config
-    metrics = outcome.metrics | speed(setup, batch.samples_B3.shape[0], seconds, waited)
-    if due(state.step, config.eval.every) and not outcome.skipped:
-        metrics |= cadence_metrics(state.model, setup, data)
-    digest = ""
-    if due(state.step, config.log.digest_every) and not outcome.skipped:
-        digest = combine(digest_tensors(state.tensors()))
-    return StepReport(
-        batch_index=batch.batch_index,
-        step=state.step,
-        tokens=data.tokens_before(state.batch_index),
-        skipped=outcome.skipped,
-        cause=verdict.action.cause if isinstance(verdict.action, SkipUpdate) else "",
-        metrics=metrics,
-        sample_digest=batch.digest,
-        excluded=batch.excluded,
-        state_digest=digest,
+def step_within_limits(
+    state: TrainState, batch: Batch, setup: Setup, data: TrainingData, keeping: Keeping, stop: StopRequest
+) -> StepOutcome:
+    """One step under the guard's limits and the ledger's LR events."""
+    return train_step(
+        state,
+        batch,
+        setup,
+        limits=limits(state.guard, setup.config.guard),
+        lr_changes=keeping.ledger.lr_events,
+        regime=regime(setup.config.data, data.loader.batch_starts, batch.batch_index),
+        stop_asked=stop.asked,
     )
 
 
-def tell(report: StepReport, state: TrainState, setup: Setup, keeping: Keeping, watchers: Sequence[Watcher]) -> None:
-    """Write the row, then show it."""
-    if keeping.store:
-        keeping.store.write_step(report)
-        keeping.store.heartbeat(report.step, report.batch_index)
-        evaluated = {name: value for name, value in report.metrics.items() if name.startswith("eval/")}
-        if evaluated:
-            keeping.notify("eval", {"step": report.step, **evaluated})
-    for watcher in watchers:
-        watcher.step(report)
-    if report.batch_index == 0 and (doubt := doubt_initial_loss(report.metrics, setup.config.model)):
-        keeping.warn(state, doubt)
+def look_inside(
+    state: TrainState, setup: Setup, data: TrainingData, outcome: StepOutcome
+) -> tuple[ProbeSignals | None, float]:
+    """The probe that is due on the cadence, while the gradients are there, and the seconds it took."""
+    begun = time.perf_counter()
+    if outcome.skipped or not due(state.step, setup.config.guard.probe_every):
+        return None, 0.0
+    return take_probe(state, setup, probe_rows(data, setup), outcome.signals.lr), time.perf_counter() - begun
+
+
+def settle(
+    judged: Judged, recent: Recent, state: TrainState, setup: Setup, data: TrainingData, keeping: Keeping
+) -> Judged:
+    """The last word on a batch: after an investigation where the guard asks for one, and the same on every rank. Collective."""
+    first = judged.first
+    agree(first, setup.world)
+    if not isinstance(first.action, Investigate):
+        return judged
+    evidence = investigate(judged, first.action.passes, recent, state, setup, data, keeping)
+    concluded = conclude(first.state, evidence, setup.config.guard, keeping.ledger.record)
+    agree(concluded, setup.world)
+    return replace(judged, concluded=concluded, evidence=evidence)
+
+
+def judge_held_out(report: StepReport, state: TrainState, setup: Setup, keeping: Keeping) -> None:
+    """What the guard makes of the evaluation in a row, if there is one: said, never acted on."""
+    losses = tuple(
+        (source.name, report.metrics[name])
+        for source in setup.config.data.sources
+        if (name := f"eval/{source.name}/loss") in report.metrics
+    )
+    if not losses:
+        return
+    verdict = judge_evaluation(state.guard, EvalSignals(step=report.step, losses=losses), setup.config.guard)
+    state.guard = verdict.state
+    if verdict.findings:
+        findings = [finding.to_dict() for finding in verdict.findings]
+        place = {"batch_index": report.batch_index, "step": report.step}
+        keeping.record("verdict", action="proceed", text=noted(verdict.findings), **place, findings=findings)
 
 
 def keep_up(state: TrainState, setup: Setup, keeping: Keeping, snapshots: SnapshotRing, outcome: StepOutcome) -> None:
@@ -165,30 +151,3 @@ def keep_up(state: TrainState, setup: Setup, keeping: Keeping, snapshots: Snapsh
     if due(state.step, config.checkpoint.every) and not outcome.skipped and not last:
         keeping.save(state, asynchronous=config.checkpoint.asynchronous)
         prune(keeping)
-
-
-def due(count: int, every: int) -> bool:
-    """Whether a cadence of ``every`` falls on ``count``; 0 is never."""
-    return every > 0 and count > 0 and count % every == 0
-
-
-def speed(setup: Setup, rows: int, seconds: float, waited: float) -> dict[str, float]:
-    """The ``perf/*`` metrics of a step; of rank 0's clock."""
-    per_second = rows * setup.config.data.seq_len / seconds
-    figures = {
-        "perf/step_s": seconds,
-        "perf/tokens_per_s": per_second,
-        "perf/data_wait_s": waited,
-        "perf/memory_gib": memory_gib(setup.world.device),
-    }
-    if setup.peak_flops > 0:
-        figures["perf/mfu"] = per_second * setup.flops_per_token / (setup.peak_flops * setup.world.size)
-    return figures
-
-
-def memory_gib(device: torch.device) -> float:
-    """Most memory held so far, GiB: of the GPU by torch, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1024**3
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1024**3

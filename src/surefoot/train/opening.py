@@ -14,6 +14,7 @@ import torch
 
 from surefoot.config.run import RunConfig
 from surefoot.guard.ledger import Checkpoint
+from surefoot.guard.ledger_row import KINDS
 from surefoot.monitor.run import Run
 from surefoot.parallel.machine import cpu_name, num_cores
 from surefoot.train.checkpoint import verify
@@ -69,7 +70,8 @@ def begin_fork(
     """Begin a fork: the parent's checkpoint copied so that the fork stands alone, lineage in the ledger, its state restored.
 
     Parameters that the fork's model shares with the parent's (by name and shape) are restored with their moments; others keep their
-    initial draw, and are named. Documents that the parent excluded stay excluded, where ``knows`` says that the fork's data hold them.
+    initial draw, and are named. Documents that the parent excluded stay excluded, where ``knows`` says that the fork's data hold them; so do
+    its LR events that had begun.
     Collective over ranks. Raises CheckpointError, before anything is written, when the checkpoint is damaged.
     """
     keeping.share_ledger()
@@ -90,6 +92,7 @@ def begin_fork(
         checkpoint=checkpoint.name,
         diff=[list(change) for change in changes],
     )
+    take_over_rates(keeping, parent, checkpoint)
     excluded = [item for item in parent.ledger.exclusions if knows(item.document)]
     keeping.open_attempt(
         "fork",
@@ -109,6 +112,22 @@ def begin_fork(
     fresh = restore_checkpoint(name, state, keeping)
     new = f"; drawn anew: {', '.join(fresh)}" if fresh else ""
     return f"forked from {parent.name} at step {checkpoint.step:,} (batch {checkpoint.batch_index:,}){new}"
+
+
+def take_over_rates(keeping: Keeping, parent: Run, checkpoint: Checkpoint) -> None:
+    """Note the parent's LR events that had begun when the checkpoint was taken, or would have with its next update: they stay in force.
+
+    They are no part of what the fork's own guard has spent. Their batch is put before the fork's first, so that no resume takes them back.
+    """
+    for decision in parent.ledger.decisions.all():
+        row = decision.row
+        if row["kind"] != "lr_event":
+            continue
+        ordered_before = row["start_step"] == checkpoint.step and row["batch_index"] < checkpoint.batch_index
+        if row["start_step"] < checkpoint.step or ordered_before:
+            fields = {name: row[name] for name in KINDS["lr_event"]}
+            fields["batch_index"] = min(row["batch_index"], checkpoint.batch_index - 1)
+            keeping.record("lr_event", **fields, inherited=True)
 
 
 def environment(config: RunConfig, fingerprints: dict[str, str]) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Back to an earlier state, in memory or from disk, without some documents."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 from surefoot.config.data import Exclusion
 from surefoot.data.loader import Loader
 from surefoot.guard.actions import Rollback
 from surefoot.guard.guard import GuardState
+from surefoot.monitor.run import Run
 from surefoot.parallel.shard import fill_parameters, reshard
 from surefoot.train.keeping import Keeping
 from surefoot.train.setup import Setup
@@ -23,18 +25,25 @@ class NoTarget(Exception):
 
 
 def roll_back(
-    action: Rollback, state: TrainState, setup: Setup, loader: Loader, keeping: Keeping, snapshots: SnapshotRing
+    action: Rollback,
+    told: Mapping[str, Any],
+    state: TrainState,
+    setup: Setup,
+    loader: Loader,
+    keeping: Keeping,
+    snapshots: SnapshotRing,
 ) -> None:
-    """Carry out a rollback: choose the state to restore, write the decision to the ledger, then restore.
+    """Carry out a rollback: choose the state to restore, write the decision to the ledger (with what was ``told`` of it), then restore.
 
     Restored is the newest state at or before ``action.to_batch`` that every rank has in memory, else the newest good checkpoint of the
-    surviving run, else the initial weights. The documents are blanked from ``to_batch`` onward, whatever was restored: batches in between
-    are read again as they were, so the run does not depend on which states happened to be kept, and a crash after the ledger row resumes
-    the same run from disk. Collective. Raises NoTarget for a fork that would have to go back beyond its beginning.
+    surviving run that is certified, else the state the run began with. The documents are blanked, and the rate changed, from ``to_batch``
+    onward, whatever was restored: batches in between are read again as they were, so the run does not depend on which states happened to be
+    kept, and a crash after the ledger rows resumes the same run from disk. Collective. Raises NoTarget for a fork that would have to go back
+    beyond its beginning.
     """
     keeping.wait()
     snapshot = snapshots.newest_common(action.to_batch, setup.world)
-    found = newest_good(keeping, action.to_batch)
+    found = newest_good(keeping, action.to_batch, certified=True)
     checkpoint = found.checkpoint
     if snapshot is not None and (checkpoint is None or snapshot.batch_index >= checkpoint.batch_index):
         from_batch, from_step, source = snapshot.batch_index, int(snapshot.counters["step"]), "snapshot"
@@ -48,11 +57,15 @@ def roll_back(
         "verdict",
         action="rollback",
         text=f"Rolling back: {action.cause}.",
-        batch_index=state.batch_index,
+        batch_index=state.batch_index - 1,
         to_batch=action.to_batch,
         exclude=list(action.exclude),
         spans_read_before={doc: loader.spans_read_before(doc, action.to_batch) for doc in action.exclude},
+        **told,
     )
+    if action.lr_event is not None:
+        start_step = step_before(action.to_batch, from_batch, from_step, keeping)
+        keeping.record("lr_event", batch_index=state.batch_index - 1, start_step=start_step, **asdict(action.lr_event))
     keeping.open_attempt(
         "rollback",
         from_step=from_step,
@@ -70,6 +83,18 @@ def roll_back(
     restore_initial(state, setup)
     if source:
         restore_checkpoint(source, state, keeping)
+
+
+def step_before(batch_index: int, from_batch: int, from_step: int, keeping: Keeping) -> int:
+    """Applied updates before a batch, by the rows of the run as it stands; ``from_step`` is the number before the earlier ``from_batch``."""
+    if batch_index == from_batch:
+        return from_step
+    step = from_step
+    if keeping.store:
+        keeping.store.flush()
+        rows = Run(keeping.folder).rows
+        step = max((row["step"] for row in rows if from_batch <= row["batch_index"] < batch_index), default=from_step)
+    return int(keeping.from_leader(step))
 
 
 def restore_checkpoint(name: str, state: TrainState, keeping: Keeping) -> list[str]:

@@ -1,8 +1,9 @@
 """Everything a step needs that does not change, and the state it starts from."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast, get_args
 
 import torch
@@ -14,12 +15,14 @@ from surefoot.model.count import flops_per_token
 from surefoot.model.parametrization import Role, draw_parameter, residual_writers, roles
 from surefoot.model.parts import custom_count
 from surefoot.model.transformer import Transformer
+from surefoot.optim.adaptive_clip import build_clipping
 from surefoot.optim.build import build_optimizer
 from surefoot.parallel.apply import apply_layout
 from surefoot.parallel.forward_backward import ForwardBackward
 from surefoot.parallel.mesh import World
 from surefoot.parallel.precision import Precision, compute_dtype
 from surefoot.train.state import TrainState
+from surefoot.train.update_size import WeightSample
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,20 @@ class Setup:
     """Forward and backward, model FLOPs; the causal half of attention."""
     peak_flops: float
     """What the device's matrix products reach at best, FLOP/s; 0 where unknown."""
+    roles: Mapping[str, Role]
+    """Of every parameter, in the order of the model."""
+    sample: WeightSample
+    """What update sizes are measured on."""
+
+    @cached_property
+    def role_names(self) -> tuple[Role, ...]:
+        """The roles that the model has, in the order in which they first appear."""
+        return tuple(dict.fromkeys(self.roles.values()))
+
+    @cached_property
+    def role_numbers(self) -> tuple[int, ...]:
+        """Of every parameter, the place of its role in ``role_names``."""
+        return tuple(self.role_names.index(role) for role in self.roles.values())
 
     @property
     def first_replica(self) -> bool:
@@ -73,7 +90,8 @@ def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple
     )
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(parameters, by_name, config.optim)
-    state = TrainState(model=model, parameters=parameters, optimizer=optimizer)
+    clipping = build_clipping(config.optim, parameters)
+    state = TrainState(model=model, parameters=parameters, optimizer=optimizer, clipping=clipping)
     setup = Setup(
         config=config,
         world=world,
@@ -81,6 +99,8 @@ def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple
         draw=draw,
         flops_per_token=flops_per_token(config.model, config.data.seq_len, custom_count(model, config.data.seq_len)),
         peak_flops=peak_flops,
+        roles=by_name,
+        sample=WeightSample(parameters, by_name, first_replica=world.rank == 0),
     )
     return setup, state
 

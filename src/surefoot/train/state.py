@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.guard.guard import GuardState
+from surefoot.optim.adaptive_clip import Clipping
 from surefoot.optim.build import moments_by_name, set_step_count
 
 
@@ -18,6 +19,8 @@ class TrainState:
     parameters: dict[str, nn.Parameter]
     """By name, as the optimiser knows them: under FSDP2 the shards, also while the model holds them gathered."""
     optimizer: torch.optim.Optimizer
+    clipping: Clipping
+    """With what it remembers of gradient norms."""
     step: int = 0
     """Applied updates."""
     batch_index: int = 0
@@ -27,9 +30,10 @@ class TrainState:
     guard: GuardState = GuardState()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and moments by name (``weights/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>``): the live tensors, plain or DTensor."""
+        """Weights and moments by name (``weights/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>``), and what adaptive clipping remembers
+        (``clip/...``): the live tensors, plain or DTensor."""
         weights = {f"weights/{name}": p.detach() for name, p in self.parameters.items()}
-        return weights | moments_by_name(self.parameters, self.optimizer)
+        return weights | moments_by_name(self.parameters, self.optimizer) | self.clipping.tensors()
 
     def counters(self) -> dict[str, Any]:
         """Everything but the tensors, as plain JSON values."""

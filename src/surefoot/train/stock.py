@@ -62,13 +62,17 @@ def take_stock(keeping: Keeping) -> None:
         keeping.record("checkpoint", **row)
 
 
-def newest_good(keeping: Keeping, at_or_before: int | None = None) -> Found:
+def newest_good(keeping: Keeping, at_or_before: int | None = None, *, certified: bool = False) -> Found:
     """The newest checkpoint of the surviving run (at or before a batch) that is whole on disk and is the one the ledger means.
 
-    Those that retention has removed are passed over in silence, damaged ones aloud. Collective.
+    ``certified``: only those after which the run stayed healthy, and a fork's copy of where it began. Those that retention has removed are
+    passed over in silence, damaged ones aloud. Collective.
     """
     wanted = [
-        c for c in keeping.ledger.surviving_checkpoints() if at_or_before is None or c.batch_index <= at_or_before
+        c
+        for c in keeping.ledger.surviving_checkpoints()
+        if (at_or_before is None or c.batch_index <= at_or_before)
+        and (not certified or c.name in keeping.ledger.certified or c.name.startswith(FORKED))
     ]
     present = set(keeping.from_leader([c.name for c in wanted if keeping.path(c.name).is_dir()]))
     refused: list[str] = []

@@ -1,0 +1,302 @@
+"""Why it happened: from what was seen and what extra passes over the batch bring back."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from surefoot.guard.actions import Cause
+from surefoot.guard.broken_state import broken_by, built_up, optimiser_marks, weights_broken
+from surefoot.guard.evidence import Diagnosis, Evidence, PassKind, PassResult
+from surefoot.guard.finding import Finding, Kind
+from surefoot.guard.signals import BatchFacts
+from surefoot.guard.suspects import stands_out
+
+MISALIGNED = 0.001
+"""Share of targets that are not the next token; a sound loader has none."""
+COPIED = 0.5
+"""Share of targets that stand in the input; runs of blanks in code reach 0.3."""
+REPEATED = 0.1
+"""Share of tokens in an n-gram flood; banners and tables reach a few per cent."""
+REREAD = 0.25
+"""Share of rows read again within 64 batches; a shuffled epoch has none."""
+LEAST_EXCESS = 0.2
+"""Nats per token above normal that a pass may have and still count as healthy,"""
+EXCESS_LEFT = 0.25
+"""or so much of the refused step's own excess, whichever is more."""
+SAME_GRADIENT = 2.0
+"""Times its gradient norm when it was applied, within which a healthy batch is as it was."""
+NOISE_FLOORS = 3.0
+"""A repeated pass differs when it is so many times the noise of repeating away."""
+
+OUTSIDE: frozenset[Kind] = frozenset({"nonfinite", "loss_spike", "document_spike", "gradient_spike", "too_good"})
+"""Findings that say the batch is out of its band: facts about its tokens count as the reason only together with one."""
+
+CAUSES: Mapping[Kind, Cause] = {
+    "misaligned": "data",
+    "optimizer_steps": "optimiser",
+    "update_size": "optimiser",
+    "too_good": "data",
+    "attention_growth": "optimiser",
+    "slow_spike": "optimiser",
+    "entropy_collapse": "optimiser",
+    "activation_explosion": "optimiser",
+    "document_spike": "data",
+    "loss_spike": "data",
+    "nonfinite": "numerics",
+    "gradient_spike": "optimiser",
+    "stale_second_moment": "optimiser",
+    "embedding_gradient": "optimiser",
+    "gradient_creep": "optimiser",
+    "logit_drift": "optimiser",
+    "level_shift": "data",
+    "validation": "data",
+    "frozen_gradient": "optimiser",
+    "data_wait": "hardware",
+    "throughput": "hardware",
+}
+"""What each finding usually comes from, most telling first."""
+
+_SEVERITY = ("note", "warning", "alarm")
+
+
+def cause_of(findings: Sequence[Finding], facts: BatchFacts | None = None) -> Cause:
+    """The likely cause without a further pass: what the tokens show, else the most telling of the gravest findings."""
+    if not findings:
+        return "unknown"
+    if facts is not None and shown_by_tokens(facts, findings):
+        return "data"
+    if broken_by(findings):
+        return "hardware"
+    gravest = max(findings, key=lambda f: _SEVERITY.index(f.severity)).severity
+    # A loss too good for no reason the tokens give is learning more often than not.
+    kinds = {f.kind for f in findings if f.severity == gravest and (f.kind != "too_good" or gravest == "alarm")}
+    return next((cause for kind, cause in CAUSES.items() if kind in kinds), "unknown")
+
+
+def shown_by_tokens(facts: BatchFacts, findings: Sequence[Finding], reread: float = 0.0) -> str:
+    """What is wrong with the batch's tokens, without asking the model; empty where nothing is shown.
+
+    Misaligned targets are wrong whatever the loss says. Copies, floods and rows read again count only when a finding says that the batch
+    is out of its band: alone they are odd, not harmful. A too-good alarm is raised on such evidence only, measured against what is usual.
+    """
+    if facts.misaligned > MISALIGNED:
+        return f"{_percent(facts.misaligned)} of the targets are not the tokens shifted by one"
+    if not any(f.kind in OUTSIDE for f in findings):
+        return ""
+    if leak := next((f for f in findings if f.kind == "too_good" and f.severity == "alarm"), None):
+        return leak.text
+    if facts.copied > COPIED:
+        return f"{_percent(facts.copied)} of the targets stand in the input at their own place: the answer leaks"
+    if facts.repeated > REPEATED:
+        return f"{_percent(facts.repeated)} of the tokens are a few repeated over and over"
+    if reread > REREAD:
+        return f"{_percent(reread)} of the rows were read before in the last 64 batches"
+    return ""
+
+
+def next_pass(evidence: Evidence, budget: int) -> PassKind | None:
+    """The pass worth taking next, or None when no answer is worth one; ``budget`` counts those taken, too.
+
+    Nothing to ask: the tokens or the weights show it already, or the update was applied, so that the weights are others now. Otherwise
+
+    1. same_batch. Differs -> hardware, done.
+    2. Reproducible, and suspects stand out -> without_suspects. Cured -> data, done.
+    3. healthy_batch. Bad too -> the state is broken, done.
+    4. full_precision, when computing below fp32 and what is wrong is not simply a high loss. Cured -> numerics, done.
+    5. No suspects: first_half, then second_half, to say where in the batch it is.
+
+    So three passes settle a bad document (2), a fault that does not repeat (1), a broken state (2 or 3), overflow without suspects (3), and
+    find the half of a bad batch without suspects (3).
+    """
+    if not evidence.signals.applied and len(evidence.results) < budget:
+        return _worth_asking(evidence)
+    return None
+
+
+def _worth_asking(evidence: Evidence) -> PassKind | None:
+    """The tree, for an update that was refused."""
+    if weights_broken(evidence.probe, evidence.probes_before):
+        return None
+    if shown_by_tokens(evidence.signals.facts, evidence.findings, evidence.reread):
+        return None
+    same = evidence.result("same_batch")
+    if same is None:
+        return "same_batch"
+    if differs(same, evidence):
+        return None
+    suspected = any(map(stands_out, evidence.suspects))
+    without = evidence.result("without_suspects")
+    if suspected and without is None:
+        return "without_suspects"
+    if without is not None and cured(without, evidence):
+        return None
+    healthy = evidence.result("healthy_batch")
+    if healthy is None:
+        return "healthy_batch"
+    if not fine(healthy, evidence):
+        return None
+    return _where_in_the_batch(evidence, suspected)
+
+
+def _where_in_the_batch(evidence: Evidence, suspected: bool) -> PassKind | None:
+    """The rest of the tree, for a bad batch at healthy weights."""
+    full = evidence.result("full_precision")
+    high = any(f.kind in ("loss_spike", "document_spike") for f in evidence.findings)
+    if full is None and evidence.low_precision and not (high and evidence.signals.finite):
+        return "full_precision"
+    if suspected or (full is not None and cured(full, evidence)):
+        return None
+    first = evidence.result("first_half")
+    if first is None:
+        return "first_half"
+    if not cured(first, evidence) and evidence.result("second_half") is None:
+        return "second_half"
+    return None
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """The likely cause, by the strongest evidence there is: tokens, weights, passes in the order they are taken, then the findings alone."""
+    if shown := shown_by_tokens(evidence.signals.facts, evidence.findings, evidence.reread):
+        odd = tuple(s for s in evidence.suspects if s.reasons)
+        return Diagnosis(cause="data", text=shown, suspects=odd, certain=True)
+    if broken := weights_broken(evidence.probe, evidence.probes_before):
+        marks = optimiser_marks(evidence)
+        cause: Cause = "optimiser" if marks else "hardware"
+        why = f"; {marks}" if marks else ", while updates were of their usual size: a bit may have flipped"
+        return Diagnosis(cause=cause, text=f"{broken}{why}", state_is_broken=True, certain=True)
+    same = evidence.result("same_batch")
+    if same is None:
+        return _by_findings(evidence, "")
+    if differs(same, evidence):
+        was, now = (
+            _numbers(evidence.signals.loss, evidence.signals.gradient_norm),
+            _numbers(same.loss, same.gradient_norm),
+        )
+        text = f"the same batch again gave {now}, not {was}: a fault that does not repeat, of the hardware or a race between devices"
+        return Diagnosis(cause="hardware", text=text, certain=True)
+    without = evidence.result("without_suspects")
+    if without is not None and cured(without, evidence):
+        did = tuple(s for s in evidence.suspects if stands_out(s))
+        text = f"without {_documents(len(did))} the batch is healthy again ({_numbers(without.loss, without.gradient_norm)})"
+        return Diagnosis(cause="data", text=text, suspects=did, certain=True)
+    healthy = evidence.result("healthy_batch")
+    if healthy is None:
+        return _by_findings(evidence, "the fault repeats, bit for bit, " if same.same_bits else "the fault repeats ")
+    if not fine(healthy, evidence):
+        return _broken(evidence, healthy)
+    return _bad_batch(evidence)
+
+
+def differs(again: PassResult, evidence: Evidence) -> bool:
+    """The same batch at the same weights gave other numbers than noise explains: bits, where there is no noise."""
+    if again.same_bits:
+        return False
+    pairs = ((evidence.signals.loss, again.loss), (evidence.signals.gradient_norm, again.gradient_norm))
+    return any(_apart(was, now) > NOISE_FLOORS * evidence.noise for was, now in pairs)
+
+
+def _apart(was: float, now: float) -> float:
+    """Relative difference; 0 between any two numbers that are not finite."""
+    if not math.isfinite(was) or not math.isfinite(now):
+        return 0.0 if math.isfinite(was) == math.isfinite(now) else math.inf
+    return abs(was - now) / max(abs(was), abs(now)) if was != now else 0.0
+
+
+def cured(result: PassResult, evidence: Evidence) -> bool:
+    """Nothing of what the update was refused for is left: finite, the excess of loss gone, the gradient no longer beyond normal."""
+    signals = evidence.signals
+    left = result.excess if math.isfinite(evidence.expected_loss) else math.nan
+    if math.isnan(left) and any(f.kind == "loss_spike" for f in evidence.findings):
+        # Nothing to measure by but the refused loss itself.
+        left = 0.0 if not result.loss > signals.loss - LEAST_EXCESS else math.inf
+    allowed = LEAST_EXCESS
+    if math.isfinite(signals.loss - evidence.expected_loss):
+        allowed = max(allowed, EXCESS_LEFT * (signals.loss - evidence.expected_loss))
+    return result.finite and not left > allowed and _calm(result, evidence)
+
+
+def fine(healthy: PassResult, evidence: Evidence) -> bool:
+    """A batch that was healthy still is, so the weights are."""
+    as_before = healthy.gradient_norm <= SAME_GRADIENT * healthy.gradient_before
+    return healthy.finite and not healthy.excess > LEAST_EXCESS and (as_before or _calm(healthy, evidence))
+
+
+def _calm(result: PassResult, evidence: Evidence) -> bool:
+    """The gradient is nearer to normal than to what was refused (as ratios), where it was refused for its size."""
+    spike = next((f for f in evidence.findings if f.kind == "gradient_spike" and math.isfinite(f.value)), None)
+    if spike is None:
+        return True
+    limit = math.sqrt(spike.value * spike.normal) if spike.normal > 0 else spike.value / 4
+    return not result.gradient_norm > limit
+
+
+def _broken(evidence: Evidence, healthy: PassResult) -> Diagnosis:
+    """Healthy batches are bad as well. A clean look at the weights or a build-up speaks for the optimiser, a sudden break for hardware."""
+    marks = optimiser_marks(evidence)
+    cause: Cause = "optimiser" if marks or evidence.probe is not None or built_up(evidence) else "hardware"
+    why = marks or (
+        "the weights show no outlier, so updates have led here"
+        if evidence.probe is not None
+        else "it built up over several batches"
+        if cause == "optimiser"
+        else "it came between two steps, with nothing leading to it"
+    )
+    excess = f", {healthy.excess:+.2f} nats from when it was learned" if math.isfinite(healthy.excess) else ""
+    text = (
+        f"the last healthy batch is bad at these weights too ({_numbers(healthy.loss, healthy.gradient_norm)}{excess}): the state is broken; "
+        f"{why}"
+    )
+    return Diagnosis(cause=cause, text=text, state_is_broken=True, certain=True)
+
+
+def _bad_batch(evidence: Evidence) -> Diagnosis:
+    """Healthy weights, and a batch that is bad every time it is computed."""
+    full = evidence.result("full_precision")
+    if full is not None and cured(full, evidence):
+        text = f"in fp32 the same batch is healthy ({_numbers(full.loss, full.gradient_norm)}): the precision is too low for it"
+        return Diagnosis(cause="numerics", text=text, certain=True)
+    known = "it repeats, and other batches are healthy at these weights"
+    suspects = tuple(s for s in evidence.suspects if stands_out(s))
+    first, second = evidence.result("first_half"), evidence.result("second_half")
+    if suspects:
+        text = f"{known}: probably its data; {_documents(len(suspects))} stand{'s' if len(suspects) == 1 else ''} out, but not alone"
+    elif first is None:
+        text = f"{known}: probably its data, or this batch at this state; no single document stands out"
+    elif cured(first, evidence):
+        text = f"{known}: probably its data, in the second half of each rank's rows; the first half is healthy alone"
+    elif second is None or cured(second, evidence):
+        text = f"{known}: probably its data, in the first half of each rank's rows"
+    else:
+        text = f"{known}: probably its data as a whole; either half is bad alone"
+    return Diagnosis(cause="data", text=text, suspects=suspects)
+
+
+def _by_findings(evidence: Evidence, known: str) -> Diagnosis:
+    """No pass settled it: what such findings usually come from."""
+    suspects = tuple(s for s in evidence.suspects if stands_out(s))
+    cause = cause_of(evidence.findings) if not suspects or not math.isfinite(evidence.signals.loss) else "data"
+    if cause == "data" and suspects:
+        return Diagnosis(
+            cause=cause, text=f"{known}probably {_documents(len(suspects))}: not tried without", suspects=suspects
+        )
+    return Diagnosis(cause=cause, text=f"{known}{usual(cause)}")
+
+
+def usual(cause: Cause) -> str:
+    """In words, a cause that only the kind of finding speaks for."""
+    if cause == "unknown":
+        return "the cause is not known"
+    return {"optimiser": "probably the optimiser, its rate or the state they led to"}.get(
+        cause, f"probably the {cause}"
+    )
+
+
+def _documents(count: int) -> str:
+    return "one document" if count == 1 else f"{count} documents"
+
+
+def _numbers(loss: float, norm: float) -> str:
+    return f"loss {loss:.3g} nats, gradient norm {norm:.3g}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"

@@ -1,0 +1,121 @@
+"""What ``drill --quick`` says and draws: which document did it, and three curves."""
+
+import math
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from surefoot.proof.curves import Curve, chart, legend
+from surefoot.proof.drill_page import document
+from surefoot.proof.drill_quick import FROM_BATCH, VERSIONS
+
+Result = Mapping[str, Any]
+SHOWN = 48
+"""Characters of a document's beginning that are shown."""
+NAMES = {"clean": "without the document", "unguarded": "with it, unguarded", "guarded": "with it, guarded"}
+
+
+def named(result: Result) -> dict[str, Any] | None:
+    """The suspect that is the bad document, if the guard named it."""
+    guarded = result["guarded"]
+    return next((s for s in guarded["suspects"] if s["document"] == guarded["document"]), None)
+
+
+def first_verdict(result: Result) -> dict[str, Any] | None:
+    """The first thing that the guard said or did once the document had come."""
+    return next((e for e in result["guarded"]["events"] if e["after_onset"] and e["action"] != "proceed"), None)
+
+
+def sentences(result: Result) -> list[tuple[str, str]]:
+    """(label, text): the whole story in a few lines."""
+    guarded, clean = result["guarded"], result["clean"]
+    verdict, suspect = first_verdict(result), named(result)
+    told = [
+        (
+            "planted",
+            f"document {guarded['document']} ({guarded['domain']}/{guarded['file']}, {guarded['bytes']:,} bytes) from batch {FROM_BATCH} on",
+        ),
+        ("guard", f"{verdict['text']}" if verdict else "saw nothing"),
+    ]
+    if suspect:
+        told.append(
+            (
+                "named",
+                f"document {suspect['document']} ({suspect['domain']}), which begins {beginning(suspect['text'])}",
+            )
+        )
+    else:
+        others = len({s["document"] for s in guarded["suspects"]})
+        told.append(("named", f"not the document itself; {others} others" if others else "no document"))
+    spoiled = sum(1 for batch in guarded["skipped"] if batch >= FROM_BATCH)
+    others = len(guarded["skipped"]) - spoiled
+    told.append(
+        (
+            "refused",
+            f"{spoiled} updates, cause {verdict['cause'] if verdict else 'none'}; {others} before the document came",
+        )
+    )
+    told += [(f"end, {NAMES[version]}", _end(result[version], clean)) for version in VERSIONS]
+    return told
+
+
+def beginning(text: str) -> str:
+    """The first characters of a document, quoted."""
+    whole = text.strip("\N{REPLACEMENT CHARACTER}")
+    return repr(whole[:SHOWN]) + ("..." if len(whole) > SHOWN else "")
+
+
+def text_summary(result: Result) -> str:
+    """For a terminal."""
+    told = sentences(result)
+    wide = max(len(label) for label, _ in told)
+    return "\n".join(f"{label:>{wide}}  {text}" for label, text in told)
+
+
+def quick_page(result: Result) -> str:
+    """drill.html."""
+    order = ("unguarded", "clean", "guarded")
+    curves = [
+        Curve(
+            name=NAMES[version],
+            look=version,
+            batches=result[version]["batches"],
+            losses=result[version]["losses"],
+            refused=result[version]["skipped"],
+        )
+        for version in order
+    ]
+    spoiled = [batch for batch in result["guarded"]["skipped"] if batch >= FROM_BATCH]
+    last = max([FROM_BATCH, *(b for b in result["clean"]["blank"]), *spoiled])
+    rows = "".join(f"<tr><td>{escape(label)}</td><td>{escape(text)}</td></tr>" for label, text in sentences(result))
+    harm = result["unguarded"]["loss"] / result["clean"]["loss"] - 1
+    story = (
+        f"One document of {result['guarded']['bytes']:,} bytes, read in one piece, costs this run {100 * harm:.1f} % of its held-out loss. "
+        "The guard refuses its batches before they touch a weight."
+        if spoiled
+        else "The guard did not act on the bad document."
+    )
+    return document(
+        "Surefoot drill",
+        [
+            "<h1>One bad document</h1>",
+            f'<div class="verdict {"" if spoiled else "bad"}"><b>{escape(story)}</b></div>',
+            "<h2>Training loss</h2><p class='soft small'>Nats per byte, every batch. The document is in the shaded part.</p>",
+            chart(
+                curves, width=980, height=360, window=range(FROM_BATCH, last + 1), title="training loss of three runs"
+            ),
+            legend(curves),
+            f"<h2>What happened</h2><table>{rows}</table>",
+            "<p class='soft small'>All three runs have the same config, seed and data. `without the document` has it excluded from the start: "
+            "its tokens are blank, nothing else moves.</p>".replace("`", "“", 1).replace("`", "”", 1),
+        ],
+    )
+
+
+def _end(run: Mapping[str, Any], clean: Mapping[str, Any]) -> str:
+    if not math.isfinite(run["loss"]):
+        return "held-out loss not finite"
+    off = 100 * (run["loss"] / clean["loss"] - 1)
+    far = "" if run is clean else f" ({off:+.2f} %)"
+    stopped = "" if run["ending"] == "done" else f", {run['ending']}"
+    return f"held-out loss {run['loss']:.4f} nats per byte{far}{stopped}"

@@ -1,0 +1,121 @@
+"""A robust local trend: what moves it, what does not."""
+
+import math
+import random
+
+import pytest
+
+from surefoot.guard.baseline import LINE, SETTLED, WINDOW, Baseline, forecast, median
+from tolerances import SPREAD_SHARE, TREND_NATS
+
+
+def fed(values: list[float]) -> Baseline:
+    baseline = Baseline()
+    for value in values:
+        baseline = baseline.accept(value)
+    return baseline
+
+
+def noise(count: int, sigma: float = 0.02, level: float = 2.0, seed: int = 1) -> list[float]:
+    draw = random.Random(seed)
+    return [level + draw.gauss(0, sigma) for _ in range(count)]
+
+
+def test_a_line_is_continued_and_one_outlier_does_not_bend_it() -> None:
+    line = [5 - 0.1 * n for n in range(LINE)]
+    assert forecast(line) == pytest.approx(line[-1] - 0.1)
+    assert forecast([*line[:7], 50.0, *line[8:]]) == pytest.approx(line[-1] - 0.1, abs=TREND_NATS)
+
+
+def test_a_sudden_lasting_drop_is_not_continued_downwards() -> None:
+    for since in range(1, 12):
+        values = ([2.0] * LINE + [1.0] * since)[-LINE:]
+        assert 1.0 <= forecast(values) <= 2.0
+
+
+def test_a_steep_fall_is_followed_within_a_step() -> None:
+    baseline = fed([4 + 7 * math.exp(-n / 20) for n in range(40)])
+    expected = 4 + 7 * math.exp(-40 / 20)
+    assert abs(baseline.center - expected) < TREND_NATS
+    assert baseline.above < TREND_NATS
+
+
+def test_the_spread_is_that_of_the_noise() -> None:
+    baseline = fed(noise(200, sigma=0.05))
+    assert baseline.above == pytest.approx(0.05, rel=SPREAD_SHARE)
+    assert baseline.below == pytest.approx(0.05, rel=SPREAD_SHARE)
+
+
+def test_a_heavy_upper_tail_widens_the_band_above_only() -> None:
+    draw = random.Random(3)
+    skewed = fed([2 - 0.3 * math.log(-math.log(draw.random())) for _ in range(300)])
+    assert skewed.above > 1.2 * skewed.below
+
+
+def test_no_verdict_before_there_is_a_spread_and_a_wider_band_while_it_is_new() -> None:
+    values = noise(200)
+    assert fed(values[: 2 * SETTLED - 1]).upper(8, 0.2, 0.01) == math.inf
+    young, old = fed(values[: 2 * SETTLED]), fed(values)
+    assert young.upper(8, 0.2, 0.01) < math.inf
+    assert young.width() == 2.0
+    assert old.width() == 1.0
+
+
+def test_missing_and_infinite_values_change_nothing() -> None:
+    baseline = fed(noise(40))
+    for value in (math.nan, math.inf, -math.inf):
+        assert baseline.accept(value) == baseline
+        assert baseline.reject(value) == baseline
+
+
+def test_a_constant_series_has_a_band_of_its_own_floor() -> None:
+    constant = fed([2.0] * 100)
+    assert constant.above == 0.0
+    assert constant.upper(8, 0.0, 0.01) == pytest.approx(2.08)
+    assert constant.z(2.1, 0.01) == pytest.approx(10)
+
+
+def test_the_windows_are_bounded() -> None:
+    baseline = fed(noise(500))
+    assert len(baseline.values) == LINE
+    assert len(baseline.residuals) == WINDOW
+    for value in noise(100):
+        baseline = baseline.reject(value)
+    assert len(baseline.rejected) == 16
+
+
+def test_rejected_values_wait_apart_and_the_next_accepted_one_clears_them() -> None:
+    baseline = fed(noise(60))
+    after = baseline.reject(9.0).reject(9.1)
+    assert after.rejected == (9.0, 9.1)
+    assert (after.center, after.above, after.values) == (baseline.center, baseline.above, baseline.values)
+    assert after.accept(2.0) == baseline.accept(2.0)
+
+
+def test_an_accepted_level_is_the_new_normal_wide_at_first_and_then_tight() -> None:
+    baseline = fed(noise(100))
+    for value in noise(8, level=3.0, seed=5):
+        baseline = baseline.reject(value)
+    baseline = baseline.accept_level()
+    assert baseline.center == pytest.approx(3.0, abs=TREND_NATS)
+    assert baseline.rejected == ()
+    for value in noise(30, level=3.0, seed=6):
+        assert value < baseline.upper(8, 0.2, 0.01)
+        baseline = baseline.accept(value)
+    assert baseline.upper(8, 0.2, 0.01) < 3.5
+
+
+def test_a_reopened_level_lets_one_value_through_unseen_and_closes_over_eight() -> None:
+    baseline = fed(noise(100)).reopen()
+    assert baseline.upper(8, 0.2, 0.01) == math.inf
+    widths = []
+    for value in noise(9, level=4.0):
+        baseline = baseline.accept(value)
+        widths.append(baseline.upper(8, 0.2, 0.01) - 4.0)
+    assert widths[0] > 1.0
+    assert widths[-1] < 0.35
+
+
+@pytest.mark.parametrize(("values", "middle"), [([3.0], 3.0), ([1.0, 9.0], 5.0), ([9.0, 1.0, 2.0], 2.0)])
+def test_the_median_is_the_middle(values: list[float], middle: float) -> None:
+    assert median(values) == middle

@@ -1,0 +1,130 @@
+"""Probes of the inside: attention on its way to ruin, collapse, explosions, stale moments, broken weights."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from guard_series import THRESHOLDS
+from surefoot.guard.detectors import DetectorState, observe_probe
+from surefoot.guard.finding import Finding
+from surefoot.guard.signals import MISSING, LayerProbe, ProbeSignals, RoleProbe
+
+HEALTHY = LayerProbe(layer=0, attention_logit_max=5.0, attention_entropy=0.6, activation_rms=1.0, activation_max=8.0)
+HIDDEN = RoleProbe(role="hidden", weight_norm=10.0, update_norm=0.01, largest_weight=4.5, rms_t=1.0)
+
+
+def probes(layers: list[LayerProbe], roles: list[RoleProbe], beta2: float = 0.95) -> list[ProbeSignals]:
+    """One probe per item, every 50 steps."""
+    return [
+        ProbeSignals(step=50 * (n + 1), layers=(layer,), roles=(role,), beta2=beta2)
+        for n, (layer, role) in enumerate(zip(layers, roles, strict=True))
+    ]
+
+
+def watched(series: list[ProbeSignals], total_steps: int = 100_000) -> list[Finding]:
+    state, found = DetectorState(), []
+    for probe in series:
+        detected = observe_probe(state, probe, THRESHOLDS, total_steps)
+        state = detected.state
+        found += detected.findings
+    return found
+
+
+def logits(values: list[float], total_steps: int = 100_000) -> list[Finding]:
+    layers = [replace(HEALTHY, layer=3, attention_logit_max=value) for value in values]
+    return watched(probes(layers, [HIDDEN] * len(values)), total_steps)
+
+
+def test_growing_attention_logits_are_forecast_with_layer_and_step() -> None:
+    growth = [20 * 1.3**n for n in range(10)]  # beyond 100 at the 8th probe, 1e4 at step 50 * 24.7
+    (finding,) = logits(growth)
+    assert (finding.kind, finding.severity, finding.where) == ("attention_growth", "alarm", "layer 3")
+    assert "at this slope layer 3 reaches 1e4 at step 1,23" in finding.text
+
+
+def test_growth_that_arrives_after_the_runs_end_is_a_warning() -> None:
+    (finding,) = logits([20 * 1.3**n for n in range(10)], total_steps=1000)
+    assert finding.severity == "warning"
+
+
+def test_growth_that_slows_down_is_not_continued() -> None:
+    slowing = [40 + 80 * (1 - math.exp(-n / 3)) for n in range(20)]
+    assert [f.severity for f in logits(slowing)] == ["warning"]
+
+
+def test_large_logits_that_stand_still_and_small_ones_that_grow_are_not_said() -> None:
+    assert logits([150.0, 151.0, 149.5, 150.5, 150.0, 149.0, 151.0, 150.0]) == []
+    assert logits([1 * 1.3**n for n in range(15)]) == []
+
+
+def test_logits_beyond_ruin_are_an_alarm_at_once_and_said_once() -> None:
+    (finding,) = logits([2e4, 2e4, 3e4])
+    assert finding.severity == "alarm"
+    assert "diverged" in finding.text
+    assert [f.severity for f in logits([math.inf])] == ["alarm"]
+
+
+@pytest.mark.parametrize(
+    ("entropies", "found"), [([0.6, 0.5, 0.01, 0.01, 0.01], 1), ([0.6, 0.01, 0.5], 0), ([0.02] * 5, 0)]
+)
+def test_entropy_collapse_needs_two_probes_in_a_row_and_a_higher_past(entropies: list[float], found: int) -> None:
+    layers = [replace(HEALTHY, attention_entropy=value) for value in entropies]
+    findings = watched(probes(layers, [HIDDEN] * len(layers)))
+    assert [f.kind for f in findings] == ["entropy_collapse"] * found
+
+
+def test_activations_ten_times_what_they_were_or_not_finite_are_an_alarm() -> None:
+    layers = [HEALTHY] * 4
+    exploded = watched(probes([*layers, replace(HEALTHY, activation_rms=12.0)], [HIDDEN] * 5))
+    assert [(f.kind, f.where) for f in exploded] == [("activation_explosion", "layer 0")]
+    assert [f.kind for f in watched(probes([replace(HEALTHY, activation_rms=math.inf)], [HIDDEN]))] == [
+        "activation_explosion"
+    ]
+    two = ProbeSignals(step=50, layers=(HEALTHY, replace(HEALTHY, layer=1, activation_rms=math.nan)))
+    assert [f.where for f in watched([two])] == ["layer 1"]
+    assert watched([ProbeSignals(step=50, layers=(LayerProbe(layer=0), LayerProbe(layer=1)))]) == []
+    assert watched(probes([replace(HEALTHY, activation_rms=1.3**n) for n in range(12)], [HIDDEN] * 12)) == []
+
+
+@pytest.mark.parametrize(("beta2", "stale", "fine"), [(0.95, 2.0, 1.6), (0.99, 2.6, 2.2), (0.999, 4.0, 3.2)])
+def test_a_stale_second_moment_is_judged_by_its_ceiling(beta2: float, stale: float, fine: float) -> None:
+    for value, found in ((stale, ["stale_second_moment"]), (fine, [])):
+        roles = [HIDDEN, HIDDEN, replace(HIDDEN, rms_t=value)]
+        assert [f.kind for f in watched(probes([HEALTHY] * 3, roles, beta2))] == found
+    embedding = replace(HIDDEN, role="embedding", rms_t=MISSING)
+    assert watched(probes([HEALTHY] * 3, [embedding] * 3, beta2)) == []
+
+
+def test_a_weight_or_norm_that_leaps_between_probes_is_an_alarm_at_its_role() -> None:
+    leap = watched(probes([HEALTHY] * 3, [HIDDEN, HIDDEN, replace(HIDDEN, largest_weight=120.0)]))
+    assert [(f.kind, f.severity, f.where) for f in leap] == [("activation_explosion", "alarm", "hidden")]
+    assert "4.5 at the last probe" in leap[0].text
+    norm = watched(probes([HEALTHY] * 5, [*[HIDDEN] * 4, replace(HIDDEN, weight_norm=64.0)]))
+    assert [f.where for f in norm] == ["hidden"]
+    grown = [replace(HIDDEN, weight_norm=1e-3 * 4.0**n, largest_weight=1 + n / 2) for n in range(3)]
+    assert watched(probes([HEALTHY] * 3, grown)) == []  # from zero
+
+
+def test_weights_that_are_not_finite_are_an_alarm() -> None:
+    (finding,) = watched([ProbeSignals(step=50, weights_finite=False)])
+    assert (finding.kind, finding.severity, finding.where) == ("nonfinite", "alarm", "weights")
+
+
+def test_a_second_probe_of_one_step_takes_the_place_of_the_first() -> None:
+    state = DetectorState()
+    for value in (5.0, 6.0):
+        probe = ProbeSignals(step=50, layers=(replace(HEALTHY, attention_logit_max=value),))
+        state = observe_probe(state, probe, THRESHOLDS, 0).state
+    assert dict(state.probes)["attention_logit/0"] == ((50, 6.0),)
+
+
+def test_what_is_remembered_is_bounded_and_finite() -> None:
+    state = DetectorState()
+    for n in range(40):
+        layer = replace(HEALTHY, attention_logit_max=math.nan if n % 3 else 5.0, attention_entropy=0.9 - n / 100)
+        state = observe_probe(state, ProbeSignals(step=n, layers=(layer,), roles=(HIDDEN,)), THRESHOLDS, 0).state
+    series = dict(state.probes)
+    assert max(map(len, series.values())) == 8
+    assert all(math.isfinite(value) for points in series.values() for _, value in points)
+    assert series["highest_entropy/0"] == ((0, 0.9),)
