@@ -74,3 +74,8 @@ TREND_NATS = 0.1
 """The robust trend against the curve it follows, nats: noise of 0.02 moves it by 0.01, a fall of 0.05 a step by 0.06."""
 SPREAD_SHARE = 0.8
 """A robust standard deviation of 64 values against the true one: its own standard error is 0.12, the forecast's noise adds 0.2."""
+
+# The drill
+
+INTERVAL_DIGITS = 1e-5
+"""Absolute: published limits of exact intervals are printed with five digits."""

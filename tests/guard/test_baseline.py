@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from surefoot.guard.baseline import LINE, SETTLED, WINDOW, Baseline, forecast, median
+from surefoot.guard.baseline import KEPT, LINE, SETTLED, WINDOW, Baseline, forecast, median
 from tolerances import SPREAD_SHARE, TREND_NATS
 
 
@@ -50,6 +50,8 @@ def test_a_heavy_upper_tail_widens_the_band_above_only() -> None:
     draw = random.Random(3)
     skewed = fed([2 - 0.3 * math.log(-math.log(draw.random())) for _ in range(300)])
     assert skewed.above > 1.2 * skewed.below
+    assert skewed.z(skewed.center + 1, 0.01) == pytest.approx(1 / skewed.above)
+    assert skewed.z(skewed.center - 1, 0.01) == pytest.approx(-1 / skewed.below)
 
 
 def test_no_verdict_before_there_is_a_spread_and_a_wider_band_while_it_is_new() -> None:
@@ -119,3 +121,23 @@ def test_a_reopened_level_lets_one_value_through_unseen_and_closes_over_eight() 
 @pytest.mark.parametrize(("values", "middle"), [([3.0], 3.0), ([1.0, 9.0], 5.0), ([9.0, 1.0, 2.0], 2.0)])
 def test_the_median_is_the_middle(values: list[float], middle: float) -> None:
     assert median(values) == middle
+
+
+def test_a_forecast_that_lags_a_noisy_fall_is_put_right_by_its_own_errors() -> None:
+    draw = random.Random(2)
+    baseline, bare, put_right = Baseline(), [], []
+    for n in range(300):
+        if n >= 100:
+            bare.append(forecast(baseline.values) - (20 - 0.05 * n))
+            put_right.append(baseline.center - (20 - 0.05 * n))
+        baseline = baseline.accept(20 - 0.05 * n + draw.gauss(0, 0.05))
+    assert abs(sum(put_right)) < 0.5 * abs(sum(bare))
+
+
+def test_the_spread_of_a_new_level_soon_outweighs_the_old_one() -> None:
+    baseline = fed(noise(100))
+    opened = baseline.reopen()
+    assert opened.residuals == baseline.residuals[-KEPT:]
+    for value in noise(8, level=3.0, sigma=0.2, seed=5):
+        baseline = baseline.reject(value)
+    assert baseline.accept_level().above > 2 * fed(noise(100)).above

@@ -178,6 +178,14 @@ def test_with_more_passes_both_halves_are_tried_and_full_precision_before_them()
     assert taken == ["same_batch", "healthy_batch", "full_precision", "first_half"]
 
 
+def test_suspects_that_are_not_alone_are_not_looked_for_in_halves() -> None:
+    taken, _ = ask(evidence(suspects=(suspect(),)), [SAME, IN_VAIN, HEALTHY], 6)
+    assert taken == ["same_batch", "without_suspects", "healthy_batch"]
+    bad = evidence(loss=math.nan, findings=(finding("nonfinite"),), low_precision=True)
+    taken, _ = ask(bad, [replace(SAME, loss=math.nan), HEALTHY, FULL], 6)
+    assert taken[-1] == "full_precision"
+
+
 def test_a_high_loss_is_not_computed_again_in_full_precision() -> None:
     taken, _ = ask(evidence(low_precision=True), [SAME, HEALTHY, FIRST_FINE])
     assert "full_precision" not in taken
@@ -204,7 +212,9 @@ def test_the_suspects_that_did_it_are_named_and_only_those() -> None:
         ((8.0, 0.9), (8.0, 0.9000001), False, 0.0, True),
         ((8.0, 0.9), (8.0, 0.9000001), False, 1e-6, False),
         ((8.0, 0.9), (8.0, 0.91), False, 1e-3, True),
+        ((8.0, 0.9), (8.0, 0.9045), False, 1e-3, True),
         ((8.0, 0.9), (8.1, 0.9), False, 1e-3, True),
+        ((8.0, 800.0), (8.0, 801.0), False, 1e-3, False),
         ((math.nan, math.nan), (math.nan, math.nan), False, 0.0, False),
         ((math.nan, math.nan), (2.4, math.nan), False, 0.0, True),
         ((math.inf, 0.9), (2.4, 0.9), False, 0.1, True),
@@ -243,6 +253,15 @@ def test_cured_needs_the_gradient_nearer_to_normal_than_to_what_was_refused(norm
     assert diagnose(given).certain is cured
 
 
+@pytest.mark.parametrize(("norm", "cured"), [(22.0, True), (23.0, False)])
+def test_without_a_normal_gradient_a_quarter_of_the_refused_one_is_calm(norm: float, cured: bool) -> None:
+    spiked = (finding("gradient_spike", value=90.0, normal=0.0),)
+    given = evidence(
+        SAME, result("without_suspects", 2.5, norm), HEALTHY, findings=spiked, suspects=(suspect(),), norm=90.0
+    )
+    assert diagnose(given).certain is cured
+
+
 def test_a_gradient_spike_on_a_healthy_batch_shows_that_the_state_is_broken() -> None:
     spiked = (finding("gradient_spike", value=90.0, normal=0.9),)
     bad = result("healthy_batch", 2.4, 60.0)
@@ -271,7 +290,8 @@ def roles(largest: float = 4.0, update: float = 0.1, rms_t: float = 1.0, weight:
         (roles(largest=30.0), (roles(),), "hardware", "(it was 4): a bit may have flipped"),
         (roles(largest=30.0, update=0.5), (roles(),), "optimiser", "5.0 times those of the last probe"),
         (roles(largest=30.0, rms_t=3.0), (roles(),), "optimiser", "the second moment lags"),
-        (roles(weight=math.inf), (), "hardware", "too large to have a norm"),
+        (roles(weight=1e30), (), "hardware", "the norm of the hidden parameters is 1e+30"),
+        (roles(weight=math.inf), (), "hardware", "the norm of the hidden parameters is inf"),
     ],
 )
 def test_a_weight_out_of_line_is_the_hardware_unless_updates_were_too(
@@ -297,8 +317,26 @@ def test_weights_that_grew_a_little_are_not_out_of_line(largest: float) -> None:
 def test_a_broken_state_with_clean_weights_was_led_there_by_updates() -> None:
     found = diagnose(evidence(SAME, SICK, probe=roles(), probes_before=(roles(),)))
     assert (found.cause, found.state_is_broken) == ("optimiser", True)
-    assert "no outlier" in found.text
+    assert "no weight sticks out" in found.text
     assert "+0.70 nats" in found.text
+
+
+def test_a_weight_that_sticks_out_of_a_broken_state_is_the_hardware_unless_the_optimiser_left_marks() -> None:
+    found = diagnose(evidence(SAME, SICK, probe=roles(largest=25.0)))
+    assert (found.cause, found.state_is_broken) == ("hardware", True)
+    assert "a weight of the hidden parameters is 25 times" in found.text
+    assert diagnose(evidence(SAME, SICK, probe=roles(largest=19.0))).cause == "optimiser"
+    assert diagnose(evidence(SAME, SICK, probe=roles(largest=25.0, rms_t=3.0))).cause == "optimiser"
+    nan = replace(SICK, loss=math.nan, excess=0.0)
+    assert "nats from when" not in diagnose(evidence(SAME, nan, probe=roles())).text
+
+
+def test_before_the_first_update_there_is_no_better_state_to_go_back_to() -> None:
+    given = evidence(SAME, SICK, findings=(finding("nonfinite"),))
+    given = replace(given, signals=replace(given.signals, step=0))
+    found = diagnose(given)
+    assert (found.cause, found.state_is_broken, found.certain) == ("numerics", False, False)
+    assert "no update has been applied yet" in found.text
 
 
 def test_every_kind_of_finding_has_a_cause_without_an_investigation() -> None:
@@ -340,6 +378,7 @@ def test_facts_about_the_tokens_count_only_out_of_the_band_but_misalignment_alwa
     assert shown_by_tokens(BatchFacts(), loud, 0.5) == "50 % of the rows were read before in the last 64 batches"
     assert shown_by_tokens(BatchFacts(copied=0.3, repeated=0.05), loud, 0.1) == ""
     assert "1 % of the targets are not the tokens shifted by one" in shown_by_tokens(BatchFacts(misaligned=0.01), ())
+    assert shown_by_tokens(BatchFacts(misaligned=0.004), ()).startswith("0.4 % of the targets")
     assert shown_by_tokens(BatchFacts(misaligned=0.0005), loud) == ""
     assert cause_of(loud, BatchFacts(copied=0.9)) == "data"
 
@@ -360,6 +399,9 @@ def test_without_any_pass_the_findings_and_suspects_speak() -> None:
     found = diagnose(evidence(suspects=(suspect(),), findings=(finding("gradient_spike"),)))
     assert (found.cause, found.certain) == ("data", False)
     assert "not tried without" in found.text
+    assert diagnose(evidence()).text == "probably the data"
+    assert diagnose(evidence(SAME)).text == "the fault repeats, bit for bit; probably the data"
+    assert diagnose(evidence(replace(SAME, same_bits=False))).text == "the fault repeats; probably the data"
     found = diagnose(evidence(findings=()))
     assert (found.cause, found.text) == ("unknown", "the cause is not known")
     # Where nothing is finite every document is a suspect, which says nothing.

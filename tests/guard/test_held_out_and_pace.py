@@ -165,3 +165,42 @@ def test_waiting_for_data_for_long_is_a_note() -> None:
     assert (note.kind, note.severity) == ("data_wait", "note")
     assert "50%" in note.text
     assert paced([1.0] * 40, [0.02, 0.9] * 20) == []
+
+
+def test_no_number_however_wild_breaks_a_detector_or_enters_the_state() -> None:
+    draw = random.Random(0)
+    wild = [math.nan, math.inf, -math.inf, 0.0, -1.0, 1e-300, 1e300, 1.7e308, 3.5e38, 1e39, 2.2]
+    watch = Watch()
+
+    def any_of() -> float:
+        return draw.choice(wild) if draw.random() < 0.3 else 2.0 + draw.random()
+
+    for n in range(1500):
+        watch.see(
+            step(
+                any_of(),
+                any_of(),
+                lr=any_of(),
+                update_size=any_of(),
+                document_loss_max=any_of(),
+                logsumexp_mean=any_of(),
+                regime=n // 500,
+                optimizer_steps=draw.choice([-1, n]),
+                domains=(
+                    DomainStats(name="a", num_documents=draw.choice([0, 3]), mean=any_of(), mean_square=any_of()),
+                ),
+                role_gradient_norms=(("embedding", any_of()),),
+            )
+        )
+        if n % 50 == 0:
+            layer = LayerProbe(
+                layer=0, attention_logit_max=any_of(), attention_entropy=any_of(), activation_rms=any_of()
+            )
+            role = RoleProbe(
+                role="hidden", weight_norm=any_of(), update_norm=1.0, largest_weight=any_of(), rms_t=any_of()
+            )
+            probe = ProbeSignals(step=n, layers=(layer,), roles=(role,), beta2=0.95)
+            watch.state = observe_probe(watch.state, probe, THRESHOLDS, 1000).state
+            losses = (("a", any_of()),)
+            watch.state = observe_evaluation(watch.state, EvalSignals(step=n, losses=losses), THRESHOLDS).state
+        assert plain(watch.state), n

@@ -86,12 +86,23 @@ def test_a_refused_update_is_investigated_first_and_when_it_lasts_and_halts_at_t
     assert type(after_refusal(now)) is action
 
 
+def test_how_long_it_has_lasted_is_said_from_the_second_skipped_step_on() -> None:
+    causes = {skips: getattr(after_refusal(refused(skips)), "cause") for skips in (1, 2, 3)}  # noqa: B009
+    assert causes[1] == "batch 500: loss_spike seen"
+    assert causes[2] == "batch 500: loss_spike seen; skipped step 2 in a row; probably the optimiser"
+    assert causes[3] == "batch 500: loss_spike seen; it lasts, 3 skipped steps in a row"
+    unasked = after_refusal(refused(1, config=GuardConfig(max_investigations=0)))
+    assert unasked == SkipUpdate(cause="batch 500: loss_spike seen; probably the optimiser")
+
+
 def test_what_the_data_show_by_themselves_needs_no_pass_and_has_its_own_budget() -> None:
     shown = Diagnosis(cause="data", text="90 % of the targets stand in the input", certain=True)
     for skips, action in ((1, SkipUpdate), (3, SkipUpdate), (20, SkipUpdate), (99, SkipUpdate), (100, Halt)):
         found = after_refusal(refused(skips, cause=shown, data_skips=skips))
         assert type(found) is action, skips
-    assert "90 % of the targets stand in the input" in after_refusal(refused(1, cause=shown, data_skips=1)).cause
+    first = after_refusal(refused(1, cause=shown, data_skips=1))
+    assert isinstance(first, SkipUpdate)
+    assert "90 % of the targets stand in the input" in first.cause
     one_other = after_refusal(refused(20, cause=shown, data_skips=19))
     assert isinstance(one_other, Halt)
     guess = Diagnosis(cause="data", text="probably the data")
@@ -225,6 +236,7 @@ def test_a_dip_waits_for_the_one_before_and_stops_at_its_budget() -> None:
     action = after_update(situation(growing))
     assert isinstance(action, LrEvent)
     assert (action.factor, action.hold_steps, action.ramp_steps, action.settle) == (0.3, 20, 50, 0.5)
+    assert "30 % for 20 steps, then 50 % of what it was" in action.cause
     assert "QK-norm" in action.cause
     for events, expected in (
         ((BATCH - 100,), Proceed),
@@ -237,6 +249,7 @@ def test_a_dip_waits_for_the_one_before_and_stops_at_its_budget() -> None:
     warned = after_update(situation(finding("logit_drift", "warning"), config=GuardConfig(policy="strict")))
     assert isinstance(warned, LrEvent)
     assert warned.settle == 1
+    assert "for 20 steps, then back up" in warned.cause
 
 
 def test_when_dips_are_spent_the_finding_says_what_else_helps() -> None:
@@ -269,7 +282,7 @@ def test_a_loss_too_good_is_looked_into_once_a_cooldown() -> None:
     action = after_update(situation(good))
     assert isinstance(action, Investigate)
     assert action.passes == 0
-    for at, expected in ((450, Proceed), (399, Investigate), (560, Proceed)):
+    for at, expected in ((450, Proceed), (400, Proceed), (399, Investigate), (560, Proceed)):
         assert type(after_update(situation(good, record=Record(investigations_at=(at,))))) is expected
     assert isinstance(after_update(situation(good, config=GuardConfig(max_investigations=0))), Proceed)
 
@@ -390,6 +403,18 @@ def test_a_state_the_optimiser_broke_again_goes_deeper_with_a_dip_that_settles_l
     hardware = after_investigation(concluded("hardware", broken=True, record=rolled_back((495, 470))))
     assert isinstance(hardware, Rollback)
     assert hardware.lr_event is None
+
+
+def test_the_margin_doubles_with_each_repeat() -> None:
+    shallow = ((495, 494), (498, 497))
+    for count, to_batch in ((0, 479), (1, 459), (2, 419)):
+        record = rolled_back(*shallow[:count])
+        action = after_investigation(concluded("optimiser", broken=True, record=record))
+        assert isinstance(action, Rollback)
+        assert action.to_batch == to_batch
+    known = after_refusal(refused(2, broken="a weight is 300 times its neighbours"))
+    assert isinstance(known, Rollback)
+    assert known.to_batch == 498
 
 
 def test_documents_are_excluded_by_a_rollback_only_when_they_are_the_cause() -> None:

@@ -306,9 +306,7 @@ def test_what_a_rollback_left_behind_stays_spent_through_every_resume() -> None:
     ledger = lr_event(skip(attempt(Ledger(), 0), 12), 15, 14)
     ledger = lr_event(write(ledger, "verdict", action="rollback", text="t", batch_index=18, to_batch=10), 18, 10)
     ledger = attempt(ledger, 10, "rollback")
-    spent = Record(
-        rollbacks=(PastRollback(at_batch=18, to_batch=10, restored=10),), lr_events_at=(15, 18), num_skips=1
-    )
+    spent = Record(rollbacks=(PastRollback(at_batch=18, to_batch=10, restored=10),), lr_events_at=(15, 18), num_skips=1)
     assert ledger.record == spent
     again = attempt(ledger, 5)
     assert (again.record, again.lr_events) == (spent, ledger.lr_events)
@@ -322,9 +320,7 @@ def test_a_rollback_that_a_kill_cut_short_was_none() -> None:
     )
     ledger = attempt(ledger, 5)
     assert (ledger.record, ledger.lr_events) == (Record(), ())
-    ledger = attempt(
-        write(ledger, "verdict", action="rollback", text="t", batch_index=18, to_batch=10), 8, "rollback"
-    )
+    ledger = attempt(write(ledger, "verdict", action="rollback", text="t", batch_index=18, to_batch=10), 8, "rollback")
     assert ledger.record.rollbacks == (PastRollback(at_batch=18, to_batch=10, restored=8),)
 
 

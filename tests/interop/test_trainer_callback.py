@@ -147,6 +147,35 @@ def test_fp16_is_refused_with_the_way_out(tmp_path: Path) -> None:
         guard_trainer(Half())
 
 
+def test_a_step_without_a_loss_or_a_norm_is_refused_aloud(tmp_path: Path) -> None:
+    callback = guard_trainer(trainer_of(tmp_path, bad=False))
+    with pytest.raises(ValueError, match="no loss came with the model's output, and the guard judges by both"):
+        callback.on_pre_optimizer_step(None, None, None)
+    model = torch.nn.Identity()
+    callback._hear_loss(model, (), {}, {"loss": torch.tensor(3.0)})
+    with pytest.raises(ValueError, match="accelerate clipped no gradient norm, and the guard judges by both"):
+        callback.on_pre_optimizer_step(None, None, None)
+
+
+@pytest.mark.parametrize(("handed_out", "loss"), [({"num_items_in_batch": 64}, 5.0), ({}, 2.5)])
+def test_micro_batches_make_one_loss(tmp_path: Path, handed_out: dict[str, int], loss: float) -> None:
+    """Where the Trainer hands out the number of targets each loss is a share of the whole; otherwise each is a mean of its own."""
+    callback = guard_trainer(trainer_of(tmp_path, bad=False))
+    seen = []
+
+    class Recorder:
+        def allows(self, loss: float, norm: float, lr: float) -> bool:
+            seen.append((loss, norm, lr))
+            return True
+
+    callback.guard, callback._norm = Recorder(), 0.7
+    for part in (2.0, 3.0):
+        callback._hear_loss(torch.nn.Identity(), (), handed_out, {"loss": torch.tensor(part)})
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.25)
+    callback.on_pre_optimizer_step(None, None, None, optimizer=optimizer)
+    assert seen == [(loss, 0.7, 0.25)]
+
+
 def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'surefoot\[trainers\]'"):

@@ -175,7 +175,9 @@ def test_without_a_way_back_it_is_said_and_training_goes_on(caplog: pytest.LogCa
         slow_rise(guard)
     assert any(record.getMessage().startswith("Rolling back: ") for record in caplog.records)
     assert any(record.getMessage().startswith("There is no state to go back to") for record in caplog.records)
-    assert guard.allows(guard.state.detectors.loss.center, 1.0)
+    level = guard.state.detectors.loss.center
+    assert all(guard.allows(level + 0.01 * math.sin(1.7 * at), 1.0) for at in range(300))
+    assert len(guard.ledger.record.rollbacks) == 1
 
 
 def test_a_norm_that_stands_out_is_clipped_harder_only_where_the_gradients_are_given() -> None:
@@ -219,3 +221,26 @@ def test_ranks_answer_as_one_when_only_one_of_them_saw_the_fault(tmp_path: Path)
     half = len(weights) // 2
     assert all(torch.equal(a, b) for a, b in zip(weights[:half], weights[half:], strict=True))
     assert rows == rows_there == len(read_ledger(tmp_path / "ledger.jsonl").rows)
+
+
+def numbers_of_one_rank(rank: int, world: int) -> list[bool]:
+    """Every number that only one of the ranks sees, the gradient norm being as always."""
+    guard = LoopGuard()
+    for at in range(60):
+        guard.allows(3.0 + 0.01 * math.sin(at), 1.0 + 0.01 * math.cos(at), document_loss_max=4.0 + 0.1 * math.sin(at))
+    calls = [
+        {"loss": (9.0, 3.0)[rank]},
+        {"loss": (3.0, math.nan)[rank]},
+        {"document_loss_max": (4.0, 30.0)[rank]},
+        {"document_loss_max": (math.inf, 4.0)[rank]},
+        {"gradient_norm": (1.0, math.nan)[rank]},
+        {"loss": (3.1, 9.0)[rank], "num_targets": (10_000, 1)[rank]},
+        {"loss": (3.0, math.nan)[rank], "num_targets": (8, 0)[rank]},
+    ]
+    usual = {"loss": 3.0, "gradient_norm": 1.0, "document_loss_max": 4.0}
+    return [guard.allows(**(usual | call)) for call in calls]
+
+
+def test_what_one_rank_sees_all_ranks_act_on() -> None:
+    one, other = run_ranks(2, numbers_of_one_rank)
+    assert one == other == [False] * 5 + [True, True]

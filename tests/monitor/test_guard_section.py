@@ -162,6 +162,18 @@ def test_the_deed_that_was_ordered_has_the_evidence_of_its_verdict(guarded: Run)
     assert len(bad.passes) == 3
 
 
+def test_a_rollback_stands_while_the_attempt_it_began_does(tmp_path: Path) -> None:
+    with RunStore(tmp_path / "x", print) as store:
+        store.open_attempt(reason="start", from_step=0, from_batch=0)
+        for at, to in ((79, 64), (90, 70), (95, 60)):
+            store.record("verdict", action="rollback", text="Rolling back: it rose.", batch_index=at, to_batch=to)
+            store.open_attempt(reason="rollback", from_step=to, from_batch=to, checkpoint="snapshot", cause="it rose")
+            told = [(deed.batch_index, deed.survives) for deed in deeds(Run(tmp_path / "x"))]
+            if at == 90:
+                assert told == [(90, True), (79, True)]
+    assert told == [(95, True), (90, False), (79, False)]
+
+
 def test_the_page_shows_the_evidence_and_none_of_it_becomes_markup(guarded: Run) -> None:
     html = report_html(guarded)
     section = html[html.index("What the guard saw and did") : html.index("<h2>What happened")]

@@ -108,7 +108,7 @@ def test_the_document_that_did_it_is_named_decoded_and_the_data_are_blamed(
     assert row["diagnosis"]["cause"] == "data"
     assert row["suspects"][0]["document"] == new_at_26
     assert "counted" in row["suspects"][0]["text"]
-    assert [result["kind"] for result in row["passes"]] == ["same_batch", "without_suspects"]
+    assert {"same_batch", "without_suspects"} <= {result["kind"] for result in row["passes"]}
     assert new_at_26 in row["cause"]
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shard_copies import overwrite, with_shards
 
+from shard_copies import overwrite, with_shards
 from surefoot.config.data import Exclusion, Shards
 from surefoot.config.run import RunConfig
 from surefoot.data.build import prepare

@@ -103,7 +103,7 @@ def test_spoiled_tokens_keep_their_targets_in_line(loader: Loader, name: str, sh
     inside = bad.targets_BT[:, :-1] != IGNORE
     assert (bad.targets_BT[:, :-1] == bad.tokens_BT[:, 1:])[inside].all()
     assert ((bad.targets_BT == IGNORE) == (plain.targets_BT == IGNORE)).all()
-    assert not np.array_equal(bad.tokens_BT, plain.tokens_BT)
+    assert share < 1.0 or not np.array_equal(bad.tokens_BT, plain.tokens_BT)
 
 
 @pytest.mark.parametrize("name", [*CONTENT, "shifted_targets", "leaked_targets"])
@@ -168,10 +168,11 @@ def test_a_mixture_jump_holds_rows_of_one_domain_only(loader: Loader) -> None:
     bad = SpoiledLoader(loader, data_faults.one_domain, dose)
     plain = loader.batch(ONSET)
     own = plain.samples_B3[:, 0] == 1
+    assert not own.all()
     assert np.array_equal(bad.batch(ONSET).tokens_BT[own], plain.tokens_BT[own])
-    text = loader.splits[1].tokens()
+    text = np.asarray(loader.splits[1].tokens).astype(np.int64).tobytes()
     for row in bad.batch(ONSET).tokens_BT[~own]:
-        assert row[:16].tobytes() in text.astype(np.int64).tobytes()
+        assert row.tobytes() in text
 
 
 # The step

@@ -2,26 +2,37 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from surefoot.config.data import Exclusion
+from surefoot.config.guard import GuardConfig
 from surefoot.config.run import RunConfig
 from surefoot.data.errors import DataError
 from surefoot.data.loader import Batch, Loader
+from surefoot.guard.actions import Proceed
+from surefoot.guard.evidence import Evidence
+from surefoot.guard.finding import Finding
+from surefoot.guard.guard import GuardState, Verdict
+from surefoot.guard.signals import EvalSignals
 from surefoot.model.loss import LossSums
 from surefoot.monitor.run import Run
+from surefoot.monitor.step_report import StepReport
 from surefoot.optim.schedule import lr_at
 from surefoot.parallel.digest import digest_tensors
 from surefoot.parallel.fork_launch import run_ranks
 from surefoot.parallel.forward_backward import ForwardBackward, MicroBatch
 from surefoot.parallel.mesh import World
 from surefoot.proof.rehearsal import Rehearsed, Script, rehearse, rehearse_on_rank
-from surefoot.train.rows import due, speed
+from surefoot.train import loop
+from surefoot.train.rows import Pace, due, speed
+from surefoot.train.run import open_run
 from surefoot.train.setup import set_up
 from surefoot.train.step import train_step
 from tolerances import FP64_ORDER
@@ -225,3 +236,117 @@ def test_mfu_is_the_share_of_what_all_devices_together_could_do(config: RunConfi
     pair = dataclasses.replace(setup, world=dataclasses.replace(ALONE, size=2))
     assert speed(pair, 4, 0.5, 0.1)["perf/mfu"] == pytest.approx(figures["perf/mfu"] / 2)
     assert "perf/mfu" not in speed(dataclasses.replace(setup, peak_flops=0.0), 4, 0.5, 0.1)
+
+
+# What the guard sees
+
+
+def test_scores_are_in_the_rows_from_where_there_is_a_baseline_and_the_inside_on_its_cadence(
+    config: RunConfig, vary: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    config = vary(config, steps=36, **{"guard.probe_every": 10})
+    end = rehearse(config, tmp_path / "run", Script(nan_batches=(9, 30)))
+    rows = Run(tmp_path / "run").rows
+    scored = [row["batch_index"] for row in rows if "guard/loss_zscore" in row]
+    assert 0 < scored[0] <= 20
+    assert scored == list(range(scored[0], 38))
+    without_norm = [row["batch_index"] for row in rows[scored[0] :] if "guard/gradient_zscore" not in row]
+    assert without_norm == [30], "its gradient is not finite, its loss is"
+    probed = [row["step"] for row in rows if any(name.startswith("inside/") for name in row)]
+    assert probed == [10, 20, 30]
+    assert (end.step, end.batch_index) == (36, 38)
+
+
+def test_the_time_of_an_investigation_is_not_the_steps(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    investigate = loop.investigate
+
+    def slowly(*args: Any) -> Evidence:
+        time.sleep(2.0)
+        return investigate(*args)
+
+    monkeypatch.setattr(loop, "investigate", slowly)
+    rehearse(dataclasses.replace(config, steps=8), tmp_path / "run", Script(nan_batches=(5,)))
+    run = Run(tmp_path / "run")
+    assert run.ledger.record.investigations_at == (5,)
+    assert all(row["perf/step_s"] < 2.0 for row in run.rows)
+
+
+def test_held_out_losses_are_judged_and_what_is_found_is_said(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[EvalSignals] = []
+
+    def finds(state: GuardState, evaluation: EvalSignals, config: GuardConfig) -> Verdict:
+        told.append(evaluation)
+        finding = Finding(
+            kind="validation",
+            severity="warning",
+            text="held-out loss of calm rises",
+            batch_index=9,
+            onset=9,
+            value=3.0,
+            where="calm",
+        )
+        return Verdict(
+            state=dataclasses.replace(state, healthy_batches=state.healthy_batches + 1000),
+            action=Proceed(),
+            findings=(finding,) if evaluation.step == 10 else (),
+        )
+
+    monkeypatch.setattr(loop, "judge_evaluation", finds)
+    end = rehearse(config, tmp_path / "run")
+    rows = Run(tmp_path / "run").rows
+    assert [evaluation.step for evaluation in told] == [10, 20]
+    assert told[0].losses == tuple((name, rows[9][f"eval/{name}/loss"]) for name in ("calm", "busy"))
+    (row,) = Run(tmp_path / "run").ledger.of_kind("verdict")
+    assert (row["action"], row["batch_index"], row["step"]) == ("proceed", 9, 10)
+    assert row["text"] == "Held-out loss of calm rises. Nothing was changed."
+    assert end.guard["healthy_batches"] == 24 + 2000
+
+
+def test_a_run_that_becomes_slow_is_told_so_in_its_events_and_nothing_else_happens(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    with open_run(config, tmp_path / "run", ALONE, notify=lambda kind, row: None, peak=0.0) as run:
+        pace = Pace()
+        for index in range(60):
+            slow = 0.1 if index < 40 else 0.5
+            metrics = {"perf/step_s": slow, "perf/data_wait_s": 0.0}
+            report = StepReport(index, index, 0, False, "", metrics, "", ())
+            pace.watch(report, 256, run.state, run.keeping)
+        rows = len(run.keeping.ledger.rows)
+    notes = [event for event in Run(tmp_path / "run").events if event["kind"] == "note"]
+    assert len(notes) == 1
+    assert notes[0]["text"].startswith("At batch 47: 512 tokens/s for 8 batches, 2,560 before")
+    assert rows == 1
+
+
+def test_under_observe_even_a_nan_is_applied_and_everything_is_said(
+    config: RunConfig, vary: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    config = vary(config, steps=10, **{"guard.policy": "observe"})
+    end = rehearse(config, tmp_path / "run", Script(nan_batches=(5,)))
+    ledger = Run(tmp_path / "run").ledger
+    assert (end.reason, end.step, end.batch_index) == ("done", 10, 10)
+    assert ledger.skips() == ()
+    assert np.isnan(end.tensors["weights/embedding.weight"]).any()
+    verdicts = ledger.of_kind("verdict")
+    assert {row["action"] for row in verdicts} == {"proceed"}
+    assert verdicts[0]["batch_index"] == 5
+    assert verdicts[0]["findings"][0]["kind"] == "nonfinite"
+
+
+def test_what_the_guard_remembers_is_what_it_concluded(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conclude = loop.conclude
+
+    def remembers(*args: Any) -> Verdict:
+        verdict = conclude(*args)
+        return dataclasses.replace(verdict, state=dataclasses.replace(verdict.state, healthy_batches=1000))
+
+    monkeypatch.setattr(loop, "conclude", remembers)
+    end = rehearse(dataclasses.replace(config, steps=8), tmp_path / "run", Script(nan_batches=(5,)))
+    assert end.guard["healthy_batches"] == 1003

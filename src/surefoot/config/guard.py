@@ -16,12 +16,12 @@ class Thresholds:
     """Largest document loss above its trend."""
     document_nats: float = 0.5
     """And at least so many nats per token."""
-    gradient_sigmas: float = 8.0
+    gradient_sigmas: float = 10.0
     """Logarithm of the gradient norm above its trend, to refuse an update."""
     gradient_ratio: float = 6.0
-    """And at least so many times its median."""
+    """And at least so many times its trend."""
     clip_sigmas: float = 5.0
-    """Logarithm of the gradient norm above its trend, to clip harder; at least twice its median."""
+    """Logarithm of the gradient norm above its trend, to clip harder; and at least twice its trend."""
     update_ratio: float = 3.0
     """Measured update over learning rate, against its trend, either way; and beyond gradient_sigmas of its own."""
     slow_nats: float = 0.1

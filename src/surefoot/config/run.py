@@ -17,7 +17,7 @@ class CheckpointConfig:
     every: int = 200
     """Steps between checkpoints; 0 is only at the end and on a signal."""
     keep_last: int = 2
-    """Newest checkpoints kept; the newest certified one is kept besides."""
+    """Newest checkpoints kept; besides, up to three certified ones, each further back, for rollbacks."""
     keep_every: int = 0
     """Checkpoints at multiples of this many steps are kept for good; 0 is none."""
     asynchronous: bool = True

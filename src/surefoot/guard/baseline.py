@@ -19,6 +19,8 @@ MAX_REJECTED = 16
 TAIL = 0.95
 NORMAL_TAIL = 1.6449
 """The 95 % point of the standard normal distribution."""
+LARGEST = 1e30
+"""Beyond it a number is no measurement, and its square is none at all."""
 MAD = 1.4826
 """Standard deviation over median absolute deviation, for the normal distribution."""
 
@@ -39,8 +41,8 @@ class Baseline:
     center: float = 0.0
     """Forecast for the next value, its usual error added."""
     above: float = 0.0
-    """Robust standard deviation of what lies above the forecast: the larger of what the quartile and the tail say. Each side has its own, since
-    an accelerating fall spreads downwards and the largest document loss upwards."""
+    """Robust standard deviation of what lies above the forecast: the larger of what the median absolute deviation and the tail say. Each side
+    has its own tail: the largest document loss has a long one upwards."""
     below: float = 0.0
 
     @property
@@ -73,7 +75,7 @@ class Baseline:
 
     def accept(self, value: float) -> "Baseline":
         """With one more value, unless it is missing; those rejected before it are forgotten."""
-        if not math.isfinite(value):
+        if not abs(value) <= LARGEST:
             return self
         residuals = self.residuals
         if len(self.values) >= SETTLED:
@@ -82,7 +84,7 @@ class Baseline:
 
     def reject(self, value: float) -> "Baseline":
         """With one more value that must not count, unless it is missing."""
-        if not math.isfinite(value):
+        if not abs(value) <= LARGEST:
             return self
         return replace(self, rejected=(*self.rejected[1 - MAX_REJECTED :], value))
 
@@ -104,15 +106,15 @@ def _measured(values: tuple[float, ...], residuals: tuple[float, ...]) -> Baseli
         return Baseline(values=values, residuals=residuals)
     ordered = sorted(residuals)
     middle = _middle(ordered)
-    half = (len(ordered) + 1) // 2
+    spread = MAD * _middle(sorted([abs(residual - middle) for residual in ordered]))
     last = len(ordered) - 1
     tail = round(TAIL * last)
     return Baseline(
         values=values,
         residuals=residuals,
         center=forecast(values) + middle,
-        above=max(MAD * (_middle(ordered[-half:]) - middle), (ordered[tail] - middle) / NORMAL_TAIL),
-        below=max(MAD * (middle - _middle(ordered[:half])), (middle - ordered[last - tail]) / NORMAL_TAIL),
+        above=max(spread, (ordered[tail] - middle) / NORMAL_TAIL),
+        below=max(spread, (middle - ordered[last - tail]) / NORMAL_TAIL),
     )
 
 

@@ -13,6 +13,10 @@ OUTLIER_GROWTH = 3.0
 """hence also so many times what it was at the last probe,"""
 OUTLIER_LEAST = 6.0
 """from so much on: a Gaussian tensor of a million elements shows 5."""
+LARGEST_NORM = 1e8
+"""Norm of a role's parameters that only a flipped exponent bit reaches: the highest makes 1e30 of a weight."""
+SUSPICIOUS = 20.0
+"""Largest element over the root mean square of its tensor from which, in a state that is broken, a flipped bit is likelier than the updates."""
 UPDATE_GROWTH = 3.0
 """Times the update of the last probe from which the optimiser, not a flipped bit, is suspected."""
 STALE = 0.6
@@ -39,8 +43,8 @@ def weights_broken(probe: ProbeSignals | None, before: Sequence[ProbeSignals] = 
         return "weights are not finite"
     earlier = {role.role: role for role in before[-1].roles} if before else {}
     for role in probe.roles:
-        if math.isinf(role.weight_norm):
-            return f"the {role.role} parameters are too large to have a norm"
+        if role.weight_norm > LARGEST_NORM:
+            return f"the norm of the {role.role} parameters is {role.weight_norm:.3g}"
         if _is_outlier(role, earlier.get(role.role)):
             was = f" (it was {earlier[role.role].largest_weight:.3g})" if role.role in earlier else ""
             return f"a weight of the {role.role} parameters is {role.largest_weight:.3g} times the size of its neighbours{was}"
@@ -84,6 +88,15 @@ def optimiser_marks(evidence: Evidence) -> str:
         if was is not None and 0 < UPDATE_GROWTH * was.update_norm < role.update_norm:
             return f"updates of the {role.role} parameters are {role.update_norm / was.update_norm:.1f} times those of the last probe"
     return ""
+
+
+def suspicious_weight(probe: ProbeSignals | None) -> str:
+    """The weight that sticks out most, where one does; empty where none does."""
+    roles = [role for role in probe.roles if role.largest_weight > SUSPICIOUS] if probe else []
+    if not roles:
+        return ""
+    role = max(roles, key=lambda r: r.largest_weight)
+    return f"a weight of the {role.role} parameters is {role.largest_weight:.3g} times the size of its neighbours: a bit may have flipped"
 
 
 def built_up(evidence: Evidence) -> bool:

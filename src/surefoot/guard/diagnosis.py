@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from surefoot.guard.actions import Cause
-from surefoot.guard.broken_state import broken_by, built_up, optimiser_marks, weights_broken
+from surefoot.guard.broken_state import broken_by, built_up, optimiser_marks, suspicious_weight, weights_broken
 from surefoot.guard.evidence import Diagnosis, Evidence, PassKind, PassResult
 from surefoot.guard.finding import Finding, Kind
 from surefoot.guard.signals import BatchFacts
@@ -167,10 +167,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if same is None:
         return _by_findings(evidence, "")
     if differs(same, evidence):
-        was, now = (
-            _numbers(evidence.signals.loss, evidence.signals.gradient_norm),
-            _numbers(same.loss, same.gradient_norm),
-        )
+        now, was = (_numbers(it.loss, it.gradient_norm) for it in (same, evidence.signals))
         text = f"the same batch again gave {now}, not {was}: a fault that does not repeat, of the hardware or a race between devices"
         return Diagnosis(cause="hardware", text=text, certain=True)
     without = evidence.result("without_suspects")
@@ -180,7 +177,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         return Diagnosis(cause="data", text=text, suspects=did, certain=True)
     healthy = evidence.result("healthy_batch")
     if healthy is None:
-        return _by_findings(evidence, "the fault repeats, bit for bit, " if same.same_bits else "the fault repeats ")
+        return _by_findings(evidence, "the fault repeats, bit for bit; " if same.same_bits else "the fault repeats; ")
     if not fine(healthy, evidence):
         return _broken(evidence, healthy)
     return _bad_batch(evidence)
@@ -230,22 +227,24 @@ def _calm(result: PassResult, evidence: Evidence) -> bool:
 
 
 def _broken(evidence: Evidence, healthy: PassResult) -> Diagnosis:
-    """Healthy batches are bad as well. A clean look at the weights or a build-up speaks for the optimiser, a sudden break for hardware."""
-    marks = optimiser_marks(evidence)
-    cause: Cause = "optimiser" if marks or evidence.probe is not None or built_up(evidence) else "hardware"
-    why = marks or (
-        "the weights show no outlier, so updates have led here"
-        if evidence.probe is not None
-        else "it built up over several batches"
-        if cause == "optimiser"
-        else "it came between two steps, with nothing leading to it"
-    )
-    excess = f", {healthy.excess:+.2f} nats from when it was learned" if math.isfinite(healthy.excess) else ""
-    text = (
-        f"the last healthy batch is bad at these weights too ({_numbers(healthy.loss, healthy.gradient_norm)}{excess}): the state is broken; "
-        f"{why}"
-    )
-    return Diagnosis(cause=cause, text=text, state_is_broken=True, certain=True)
+    """Healthy batches are bad as well. Marks of the optimiser speak for it, a weight that sticks out or a sudden break for the hardware."""
+    excess = f", {healthy.excess:+.2f} nats from when it was learned" if math.isfinite(healthy.loss) else ""
+    seen = f"a healthy batch is bad at these weights too ({_numbers(healthy.loss, healthy.gradient_norm)}{excess})"
+    if evidence.signals.step == 0:
+        text = f"{seen}, and no update has been applied yet: there is no better state to go back to"
+        return Diagnosis(cause=cause_of(evidence.findings), text=text)
+    cause: Cause = "optimiser"
+    if why := optimiser_marks(evidence):
+        pass
+    elif why := suspicious_weight(evidence.probe):
+        cause = "hardware"
+    elif built_up(evidence):
+        why = "it built up over several batches"
+    elif evidence.probe is not None:
+        why = "no weight sticks out, so updates have led here"
+    else:
+        cause, why = "hardware", "it came between two steps, with nothing leading to it"
+    return Diagnosis(cause=cause, text=f"{seen}: the state is broken; {why}", state_is_broken=True, certain=True)
 
 
 def _bad_batch(evidence: Evidence) -> Diagnosis:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from surefoot.guard.baseline import LARGEST
 from surefoot.guard.signals import MISSING, DomainStats
 
 RATE = 1 / 32
@@ -28,8 +29,8 @@ def add_domains(known: tuple[DocumentLoss, ...], domains: tuple[DomainStats, ...
     """With one more accepted batch; domains that it lacks stay as they are."""
     by_name = {item.name: item for item in known}
     for stats in domains:
-        variance = stats.mean_square - stats.mean**2
-        if stats.num_documents > 0 and math.isfinite(stats.mean) and math.isfinite(variance):
+        variance = stats.mean_square - stats.mean * stats.mean
+        if stats.num_documents > 0 and abs(stats.mean) <= LARGEST and math.isfinite(variance):
             by_name[stats.name] = _add(by_name.get(stats.name), stats, max(0.0, variance))
     return tuple(by_name.values())
 
@@ -48,7 +49,7 @@ def _add(usual: DocumentLoss | None, stats: DomainStats, variance: float) -> Doc
         name=usual.name,
         mean=usual.mean + rate * step,
         # Within batches and between them: a domain may have one document a batch.
-        variance=usual.variance + rate * (variance - usual.variance) + rate * (1 - rate) * step**2,
+        variance=usual.variance + rate * (variance - usual.variance) + rate * (1 - rate) * step * step,
         count=usual.count + 1,
     )
 

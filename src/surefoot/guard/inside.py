@@ -1,9 +1,9 @@
 """A probe of the inside in hand, with what earlier ones have shown."""
 
-import math
 from dataclasses import dataclass
 
 from surefoot.config.guard import Thresholds
+from surefoot.guard.baseline import LARGEST
 from surefoot.guard.finding import Finding, Kind, Severity
 from surefoot.guard.lasting import Lasting
 from surefoot.guard.signals import ProbeSignals
@@ -80,7 +80,7 @@ def remember(series: Series, probe: ProbeSignals) -> Series:
     """The figures with this probe's; what is not finite is left out. The highest entropy of a layer is kept for good."""
     points = dict(series)
     for name, value in figures(probe).items():
-        if math.isfinite(value):
+        if abs(value) <= LARGEST:
             earlier = points.get(name, ())
             if earlier and earlier[-1][0] >= probe.step:  # a second probe of one step: at a finding
                 earlier = tuple(point for point in earlier if point[0] < probe.step)

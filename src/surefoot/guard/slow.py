@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from surefoot.config.guard import Thresholds
+from surefoot.guard.baseline import LARGEST
 from surefoot.guard.finding import Finding
 from surefoot.guard.lasting import Lasting
 from surefoot.guard.signals import StepSignals
@@ -40,7 +41,7 @@ class Smoothed:
 
     def add(self, value: float) -> "Smoothed":
         """With one more value, unless it is missing."""
-        if not math.isfinite(value):
+        if not abs(value) <= LARGEST:
             return self
         return Smoothed(
             total=self.total + RATE * (value - self.total),

@@ -5,7 +5,7 @@ import struct
 from dataclasses import replace
 
 from surefoot.config.guard import Thresholds
-from surefoot.guard.baseline import Baseline
+from surefoot.guard.baseline import LARGEST, Baseline
 from surefoot.guard.finding import Finding, Kind
 from surefoot.guard.lasting import Lasting
 from surefoot.guard.limits import Limits
@@ -23,7 +23,7 @@ LARGEST_EXPONENT = 88.0
 
 def log_norm(norm: float) -> float:
     """What a norm enters its baseline as; missing where it has no logarithm."""
-    return math.log(norm) if norm > 0 and math.isfinite(norm) else MISSING
+    return math.log(min(max(norm, 1 / LARGEST), LARGEST)) if norm > 0 and math.isfinite(norm) else MISSING
 
 
 def spike_limits(loss: Baseline, document: Baseline, gradient: Baseline, thresholds: Thresholds) -> Limits:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from surefoot.config.guard import Thresholds
-from surefoot.guard.baseline import MAX_REJECTED, Baseline
+from surefoot.guard.baseline import LARGEST, MAX_REJECTED, Baseline
 from surefoot.guard.finding import Finding
 from surefoot.guard.lasting import Lasting
 from surefoot.guard.signals import StepSignals
@@ -37,7 +37,7 @@ def update_size(updates: Updates, signals: StepSignals, thresholds: Thresholds, 
 
     Sizes out of line do not count, unless there are so many in a row that they are what is usual now.
     """
-    if not (signals.lr > 0 and math.isfinite(signals.update_size)):
+    if not (0 < signals.lr <= LARGEST and math.isfinite(signals.update_size)):
         return updates
     highest = max(updates.highest_lr, signals.lr)
     updates = replace(updates, highest_lr=highest)

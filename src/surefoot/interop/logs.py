@@ -39,6 +39,9 @@ def _add_folder(folder: Path, rows: Rows) -> None:
                 row, ("batch_index", "train/loss", "train/gradient_norm"), f"{folder}: batch {row['batch_index']}", rows
             )
     elif files := sorted(folder.rglob("*.wandb")):
+        if len({file.stem for file in files}) > 1:
+            names = ", ".join(str(file) for file in files[:5])
+            raise LogError(f"{folder}: {len(files)} files of several wandb runs: {names}; name one")
         for file in files:
             add_wandb(file, rows)
     elif any(folder.rglob(f"*{TENSORBOARD_NAME}*")):

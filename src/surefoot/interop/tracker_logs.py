@@ -25,26 +25,33 @@ def add_tensorboard(path: Path, rows: Rows) -> None:
             f"{path}: reading TensorBoard's files needs its package: pip install -e '.[tensorboard]' in Surefoot's checkout, "
             "or export the curve as csv"
         ) from error
+    found: list[tuple[str, dict[int, list[float | None]]]] = []
+    seen: dict[str, None] = {}
     for source in [path] if path.is_file() else sorted({file.parent for file in path.rglob(f"*{TENSORBOARD_NAME}*")}):
         events = EventAccumulator(str(source), size_guidance={"scalars": 0, "tensors": 0})
         events.Reload()
         tags = events.Tags()
         names = [*tags["scalars"], *tags["tensors"]]
+        seen |= dict.fromkeys(names)
         loss, norm = choose(names, LOSS), choose(names, GRADIENT_NORM)
-        if loss is None:
-            raise missing(str(source), "loss", LOSS, names)
         values: dict[int, list[float | None]] = {}
         for place, tag in enumerate((loss, norm)):
-            if tag is None:
-                continue
             if tag in tags["scalars"]:
                 points = [(event.step, float(event.value)) for event in events.Scalars(tag)]
-            else:
+            elif tag is not None:
                 points = [(event.step, float(make_ndarray(event.tensor_proto))) for event in events.Tensors(tag)]
+            else:
+                points = []
             for step, value in points:
                 values.setdefault(step, [None, None])[place] = value
-        for step in sorted(values):
-            rows.add(step, *values[step])
+        if loss is not None:
+            found.append((str(source), values))
+    if not found:
+        raise missing(str(path), "loss", LOSS, seen)
+    if len(found) > 1:
+        raise LogError(f"{path}: {len(found)} runs with a loss: {', '.join(name for name, _ in found[:5])}; name one")
+    for step in sorted(found[0][1]):
+        rows.add(step, *found[0][1][step])
 
 
 def add_wandb(path: Path, rows: Rows) -> None:

@@ -1,6 +1,5 @@
 """The guard inside the Trainer of Hugging Face transformers."""
 
-import math
 from collections.abc import Mapping
 from functools import wraps
 from pathlib import Path
@@ -22,7 +21,7 @@ def guard_trainer(
 
     A refused update loses its gradients before the optimiser steps, and the learning-rate scheduler stays where it was; the Trainer's own
     ``global_step`` counts it all the same. The guard's memory is saved with every checkpoint and comes back with it. When the guard halts,
-    training stops with its diagnosis in the log and in ``callback.halted``. Raises ImportError without transformers, ValueError under fp16.
+    training stops with its diagnosis in the log and in ``callback.halted``. Raises ImportError without transformers, ValueError under fp16 or DeepSpeed.
     """
     try:
         from transformers import TrainerCallback
@@ -34,6 +33,10 @@ def guard_trainer(
     if trainer.args.fp16:
         raise ValueError(
             "fp16=True: its loss scaler already skips updates, by rules of its own; use bf16=True, which needs no loss scale"
+        )
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        raise ValueError(
+            "DeepSpeed steps inside its own engine, where no callback can drop the gradients; use FSDP or DDP"
         )
 
     class GuardCallback(_Guarding, TrainerCallback):  # type: ignore[misc]
@@ -54,7 +57,7 @@ class _Guarding:
         """The diagnosis, once the guard has given up."""
         self._losses: list[float] = []
         self._summed = False
-        self._norm = math.nan
+        self._norm: float | None = None
         self._scheduler_before: dict[str, Any] | None = None
 
     def watch(self, trainer: Any) -> None:
@@ -85,15 +88,17 @@ class _Guarding:
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Judge the update; a refused one has no gradients left, and an optimiser passes over a parameter without one."""
-        if not self._losses:
-            raise ValueError(
-                "the model returned no loss: the guard reads output.loss; let the model compute it, or use LoopGuard in a loop of your own"
+        if not self._losses or self._norm is None:
+            missing = (
+                "no loss came with the model's output" if not self._losses else "accelerate clipped no gradient norm"
             )
+            raise ValueError(f"{missing}, and the guard judges by both; use LoopGuard in a loop of your own")
         loss = sum(self._losses) / (1 if self._summed else len(self._losses))
         lr = float(kwargs["optimizer"].param_groups[0]["lr"])
+        norm, self._norm = self._norm, None
         self._losses.clear()
         try:
-            allowed = self.guard.allows(loss, self._norm, lr=lr)
+            allowed = self.guard.allows(loss, norm, lr=lr)
         except GuardHalted as halt:
             allowed, self.halted = False, str(halt)
             control.should_training_stop = True

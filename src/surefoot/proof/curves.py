@@ -7,6 +7,8 @@ from html import escape
 
 LEFT, RIGHT, TOP, BOTTOM = 44, 10, 8, 26
 """Margins, in pixels."""
+TOP_LOSS = 12.0
+"""Twice an untrained model's loss: a run that is lost may reach any number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +42,16 @@ class _Frame:
 
 
 def chart(
-    curves: Sequence[Curve], *, width: int = 480, height: int = 220, window: range = range(0), title: str = ""
+    curves: Sequence[Curve],
+    *,
+    width: int = 480,
+    height: int = 220,
+    window: range = range(0),
+    title: str = "",
+    top: float = TOP_LOSS,
 ) -> str:
-    """An SVG element; ``window`` shades the batches that have the fault."""
-    frame = _Frame(width, height, *_extent(curves))
+    """An SVG element; ``window`` shades the batches that have the fault, what lies above ``top`` is drawn at the edge."""
+    frame = _Frame(width, height, *_extent(curves, top))
     parts = [
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title or "loss curves")}" class="curves">',
         _shade(frame, window),
@@ -61,11 +69,10 @@ def legend(curves: Sequence[Curve]) -> str:
     return f'<div class="legend">{keys}{crosses}</div>'
 
 
-def _extent(curves: Sequence[Curve]) -> tuple[tuple[float, float], tuple[float, float]]:
+def _extent(curves: Sequence[Curve], top: float) -> tuple[tuple[float, float], tuple[float, float]]:
     batches = [batch for curve in curves for batch in curve.batches] or [0, 1]
     losses = [loss for curve in curves for loss in curve.losses if math.isfinite(loss)] or [0.0, 1.0]
-    # A run that is lost may reach any number; what lies above twice an untrained model's loss is drawn at the edge.
-    low, high = min(losses), min(max(losses), 12.0)
+    low, high = min(losses), min(max(losses), top)
     room = 0.04 * max(high - low, 0.1)
     return (min(batches), max(batches)), (max(0.0, low - room), high + room)
 
@@ -106,6 +113,8 @@ def _drawn(frame: _Frame, curve: Curve) -> list[str]:
     piece: list[str] = []
     for batch, loss in zip(curve.batches, curve.losses, strict=True):
         if batch in refused:
+            parts += _line(piece, curve)
+            piece = []
             if math.isfinite(loss):
                 x, y = frame.at(batch, loss)
                 parts.append(f'<path class="refused" d="M{x - 3:.1f} {y - 3:.1f}l6 6m0 -6l-6 6"/>')

@@ -132,7 +132,7 @@ def run_cell(task: Task, cache: Path, command: str) -> dict[str, Any]:
         "domains": {name: round(loss, 5) if math.isfinite(loss) else None for name, loss in losses.items()},
         "consumed": len(witness.reports),
         "wasted": max(0, len(witness.reports) - config.steps) if ending == "done" else 0,
-        "skips": [batch for batch, row in rows.items() if row.skipped and not row.idle],
+        "refused": [batch for batch, row in rows.items() if row.skipped and not row.idle],
         **seen(witness, dose, task),
         "events": [event.to_dict() for event in witness.events],
         "curve": " ".join(f"{row.loss:.3f}" for row in rows.values()),

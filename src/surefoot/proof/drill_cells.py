@@ -62,13 +62,13 @@ def controls(cells: Iterable[Cell]) -> list[Task]:
         Task(
             name=f"{PREFIX[cell['base']]}control-{cell['name'].removeprefix(PREFIX[cell['base']])}",
             seed=cell["seed"],
-            skips=tuple(cell["skips"]),
+            skips=tuple(cell["refused"]),
             base=cell["base"],
         )
         for cell in cells
         if cell["fault"]
         and cell["guarded"]
-        and cell["skips"]
+        and cell["refused"]
         and cell["ending"] == "done"
         and FAULTS[cell["fault"]].curable
     ]

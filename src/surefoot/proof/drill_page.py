@@ -53,7 +53,7 @@ def drill_page(folder: Path, base: Base = "B") -> str:
             html_table(HEADS, rows(found)),
             f'<p class="soft small">{escape(reading().replace("`", ""))}</p>',
             "<h2>Curves</h2><p class='soft small'>Training loss, nats per byte, by batch; the fault is in the shaded part. One seed each.</p>",
-            legend(_curves({}, {}, {"skips": [0], "curve": ""})),
+            legend(_curves({}, {}, {"refused": [0], "curve": ""})),
             f'<div class="cards">{"".join(_card(line, by_name, base) for line in found.lines if line.share == 1.0)}</div>',
             "<h2>Causes</h2><p>Rows: what it was. Columns: what the guard called it. Harmful faults only.</p>",
             html_table(("truth", *NAMES), confusion_rows(found, found.harmful)),
@@ -103,7 +103,7 @@ def _curves(clean: Any, unguarded: Any, guarded: Any) -> list[Curve]:
 
 def _points(cell: Any) -> dict[str, Any]:
     losses = [float(text) for text in str(cell.get("curve", "")).split()]
-    return {"batches": list(range(len(losses))), "losses": losses, "refused": cell.get("skips", ())}
+    return {"batches": list(range(len(losses))), "losses": losses, "refused": cell.get("refused", ())}
 
 
 def write_page(folder: Path, path: Path, base: Base = "B") -> None:

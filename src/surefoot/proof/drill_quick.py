@@ -35,15 +35,15 @@ from surefoot.train.loop import train
 from surefoot.train.run import open_run
 
 BAD_FILE = "forum-thread-0831.txt"
-BAD_BYTES = 6_000
-OF_FOUR = 3
+BAD_BYTES = 5_000
+OF_FOUR = 2
 """Of every four rows, so many are the bad document's."""
 LETTERS = [chr(code) for code in range(0xA1, 0x180)]
 """What bytes that are no text look like when they are read as text: two bytes of UTF-8 each."""
-FROM_BATCH = 130
+FROM_BATCH = 150
 """Where the bad document comes."""
-STEPS = 280
-MODULES = 220
+STEPS = 240
+MODULES = 160
 """Modules of the Python installation whose code and docstrings make up the rest of the data."""
 VERSIONS = ("clean", "unguarded", "guarded")
 
@@ -101,7 +101,7 @@ def quick_config(folder: Path, *, guarded: bool = False, without: str = "") -> R
 
 
 class UnshuffledDocument(Loader):
-    """A loader whose shuffle left one document nearly in one piece: its rows come together from a batch on, three of every four.
+    """A loader whose shuffle left one document nearly in one piece: its rows come together from a batch on, every second one.
 
     They change places with the rows that stood there, so that every row is still read once.
     """

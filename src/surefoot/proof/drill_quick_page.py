@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -87,6 +88,9 @@ def quick_page(result: Result) -> str:
     ]
     spoiled = [batch for batch in result["guarded"]["skipped"] if batch >= FROM_BATCH]
     last = max([FROM_BATCH, *(b for b in result["clean"]["blank"]), *spoiled])
+    closer = [_smooth(curve) for curve in curves]
+    calm = [x for b, x in zip(closer[1].batches, closer[1].losses, strict=True) if b >= FROM_BATCH - 20]
+    after = max(calm) + 0.4
     rows = "".join(f"<tr><td>{escape(label)}</td><td>{escape(text)}</td></tr>" for label, text in sentences(result))
     harm = result["unguarded"]["loss"] / result["clean"]["loss"] - 1
     story = (
@@ -105,11 +109,25 @@ def quick_page(result: Result) -> str:
                 curves, width=980, height=360, window=range(FROM_BATCH, last + 1), title="training loss of three runs"
             ),
             legend(curves),
-            f"<h2>What happened</h2><table>{rows}</table>",
+            "<h2>What it does afterwards</h2><p class='soft small'>The same, close up: mean of 8 batches, refused ones left out.</p>",
+            chart(
+                closer, width=980, height=300, window=range(FROM_BATCH, last + 1), title="the same, close up", top=after
+            ),
+            f"<h2>What happened</h2><table class='story'>{rows}</table>",
             "<p class='soft small'>All three runs have the same config, seed and data. `without the document` has it excluded from the start: "
             "its tokens are blank, nothing else moves.</p>".replace("`", "“", 1).replace("`", "”", 1),
         ],
     )
+
+
+def _smooth(curve: Curve, width: int = 8) -> Curve:
+    """The part around the document and after it, each point the mean of the last ``width`` batches that were not refused."""
+    kept = [
+        (b, x) for b, x in zip(curve.batches, curve.losses, strict=True) if b not in curve.refused and math.isfinite(x)
+    ]
+    means = [(b, math.fsum(x for _, x in kept[at - width + 1 : at + 1]) / width) for at, (b, _) in enumerate(kept)]
+    near = [(b, x) for b, x in means[width - 1 :] if FROM_BATCH - 20 <= b <= FROM_BATCH + 80]
+    return replace(curve, batches=[b for b, _ in near], losses=[x for _, x in near], refused=())
 
 
 def _end(run: Mapping[str, Any], clean: Mapping[str, Any]) -> str:

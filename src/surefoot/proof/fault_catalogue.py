@@ -1,16 +1,13 @@
 """The catalogue of faults that the drill puts into runs: what each is, what caused it in truth, and from which ranges its dose is drawn."""
 
-import dataclasses
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from surefoot.config.model import GroupedQueryAttention
-from surefoot.config.optim import AdamW
 from surefoot.config.run import RunConfig
-from surefoot.proof import data_faults, step_faults
+from surefoot.proof import data_faults, setting_faults, step_faults
 from surefoot.proof.faults import Bench, Dose
 
 Truth = Literal["data", "optimiser", "numerics", "hardware"]
@@ -69,40 +66,6 @@ class Fault:
 
 def _spoiling(spoil: data_faults.Spoil) -> Callable[[Bench, Dose], Bench]:
     return partial(data_faults.spoil_with, spoil)
-
-
-def _optim(config: RunConfig, *, lr: float = 1.0, **changes: object) -> RunConfig:
-    optim = dataclasses.replace(config.optim, lr=config.optim.lr * lr, **changes)  # type: ignore[arg-type]
-    return dataclasses.replace(config, optim=optim)
-
-
-def _without_qk_norm(config: RunConfig) -> RunConfig:
-    attention = config.model.attention
-    assert isinstance(attention, GroupedQueryAttention)
-    model = dataclasses.replace(config.model, attention=dataclasses.replace(attention, qk_norm=False))
-    return dataclasses.replace(config, model=model)
-
-
-def high_rate(config: RunConfig, dose: Dose) -> RunConfig:
-    """The peak rate times the magnitude, and no QK-norm to hold the attention logits."""
-    return _without_qk_norm(_optim(config, lr=dose.magnitude))
-
-
-def no_warmup(config: RunConfig, dose: Dose) -> RunConfig:
-    """A warm-up of one step to the peak rate times the magnitude."""
-    return _optim(config, lr=dose.magnitude, warmup_steps=1)
-
-
-def long_memory(config: RunConfig, dose: Dose) -> RunConfig:
-    """A second moment that forgets slowly, with nothing under its root, at the peak rate times the magnitude."""
-    settings = dataclasses.replace(config.optim.optimizer, beta2=0.999, eps=1e-15)
-    assert isinstance(settings, AdamW)
-    return _optim(config, lr=dose.magnitude, optimizer=settings)
-
-
-def low_precision(config: RunConfig, dose: Dose) -> RunConfig:
-    """bf16, where a product can overflow that fp32 would hold."""
-    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, precision="bf16"))
 
 
 CATALOGUE: tuple[Fault, ...] = (
@@ -199,7 +162,7 @@ CATALOGUE: tuple[Fault, ...] = (
         magnitude=(10, 40),
         unit="times the rate",
         throughout=True,
-        configure=high_rate,
+        configure=setting_faults.high_rate,
     ),
     Fault(
         name="no_warmup",
@@ -210,7 +173,7 @@ CATALOGUE: tuple[Fault, ...] = (
         magnitude=(3, 10),
         unit="times the rate",
         throughout=True,
-        configure=no_warmup,
+        configure=setting_faults.no_warmup,
     ),
     Fault(
         name="long_memory",
@@ -221,7 +184,7 @@ CATALOGUE: tuple[Fault, ...] = (
         magnitude=(1, 4),
         unit="times the rate",
         throughout=True,
-        configure=long_memory,
+        configure=setting_faults.long_memory,
     ),
     Fault(
         name="gradient_times_1000",
@@ -242,7 +205,13 @@ CATALOGUE: tuple[Fault, ...] = (
         arm=partial(step_faults.strike_gradient, step_faults.spoil_one),
     ),
     Fault(
-        name="inf_loss", title="an infinite loss", cause="numerics", fast=True, curable=True, arm=step_faults.overflow
+        name="inf_loss",
+        title="an infinite loss",
+        cause="numerics",
+        fast=True,
+        curable=True,
+        arm=step_faults.overflow,
+        configure=setting_faults.low_precision,
     ),
     Fault(
         name="weight_bit",

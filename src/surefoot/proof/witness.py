@@ -75,6 +75,15 @@ class Witness:
         if kind in ("skip", "verdict"):
             self.rows.append(row)
             self.events.append(self._event(kind, row))
+        elif kind == "note":
+            # Rank 0's clock speaks in notes, which no ledger keeps.
+            told = {
+                "findings": [{"kind": "pace", "severity": "note"}],
+                "action": "proceed",
+                "text": row.get("text", ""),
+            }
+            self.rows.append(told)
+            self.events.append(self._event("verdict", told))
 
     def surviving(self) -> dict[int, Row]:
         """The last reading of every batch, in order."""
