@@ -8,6 +8,7 @@ import pytest
 
 from surefoot.cli import drill as command
 from surefoot.cli.main import main
+from surefoot.proof.drill_quick import FROM_BATCH
 
 
 def test_an_unknown_fault_is_named_with_its_nearest(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -62,10 +63,10 @@ def quick_result() -> dict[str, Any]:
     def run(version: str, loss: float, skipped: list[int]) -> dict[str, Any]:
         suspect = {"document": "00000000000000aa", "domain": "prose", "text": "ŭăò" * 30}
         event = {
-            "batch_index": 120,
+            "batch_index": FROM_BATCH,
             "action": "skip",
             "cause": "data",
-            "text": "batch 120: far too high",
+            "text": f"batch {FROM_BATCH}: far too high",
             "after_onset": True,
         }
         return {
@@ -77,7 +78,7 @@ def quick_result() -> dict[str, Any]:
     return {
         "clean": run("clean", 2.0, []),
         "unguarded": run("unguarded", 2.1, []),
-        "guarded": run("guarded", 2.001, [120, 121]),
+        "guarded": run("guarded", 2.001, [FROM_BATCH, FROM_BATCH + 1]),
     }
 
 
@@ -86,7 +87,7 @@ def test_the_quick_drill_says_which_document_did_it(
 ) -> None:
     monkeypatch.setattr("surefoot.proof.drill_quick.run_quick", lambda out, say: quick_result())
     assert command.main(["--quick", "--out", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "document 00000000000000aa (prose), which begins 'ŭăò" in out
     assert "2.1000 nats per byte (+5.00 %)" in out
     assert "2 updates, cause data" in out

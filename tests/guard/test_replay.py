@@ -51,7 +51,9 @@ def test_a_log_without_gradient_norms_is_judged_by_its_loss_alone() -> None:
     rows = [LoggedStep(step=row.step, loss=row.loss, gradient_known=False) for row in log(200)]
     assert replay(rows, GuardConfig()).findings == ()
     rows[150] = replace(rows[150], loss=6.0)
-    assert [item.finding.kind for item in replay(rows, GuardConfig()).findings] == ["loss_spike"]
+    (item,) = replay(rows, GuardConfig()).findings
+    assert item.finding.kind == "loss_spike"
+    assert action_name(item.action) in ("skip", "investigate")  # refused, as the device would have
 
 
 def test_gaps_and_a_start_in_the_middle_are_no_findings() -> None:

@@ -291,19 +291,17 @@ def test_an_investigation_that_ends_in_another_is_refused(
 
 
 def test_the_regime_grows_with_every_planned_change_and_with_nothing_else(config: RunConfig, loader: Loader) -> None:
+    stages = (MixtureStage(start_row=1000, weights=(1.0, 1.0)), MixtureStage(start_row=2048, weights=(1.0, 2.0)))
     data = replace(
         config.data,
+        batch_size=3,
         batch_stages=(BatchStage(start_batch=300, batch_size=8),),
-        mixture_stages=(
-            MixtureStage(start_row=1000, weights=(1.0, 1.0)),
-            MixtureStage(start_row=2048, weights=(1.0, 2.0)),
-        ),
+        mixture_stages=stages,
     )
     starts = Loader(data, loader.prepared, config.seed).batch_starts
     numbers = [regime(data, starts, index) for index in range(600)]
-    assert numbers == sorted(numbers)
-    # row 1000 is rounded up to the block that begins at 1024, the first row of batch 256
     changes = [index for index in range(1, 600) if numbers[index] != numbers[index - 1]]
-    assert changes == [256, 300, 406]
-    assert numbers[0] == 0
-    assert {row for index in (406,) for row in starts.rows_of(index)} == {2048, 2056}
+    # row 1000 is rounded up to the block that begins at 1024, in the middle of batch 315
+    assert changes == [300, 315, 443]
+    assert [starts.rows_of(index) for index in (315, 443)] == [(1020, 1028), (2044, 2052)]
+    assert (numbers[0], numbers[-1]) == (0, 3)

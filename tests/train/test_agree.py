@@ -9,13 +9,14 @@ import pytest
 
 from surefoot.config.guard import GuardConfig
 from surefoot.config.run import RunConfig
-from surefoot.guard.actions import Proceed, SkipUpdate
+from surefoot.guard.actions import Halt, Investigate, Proceed, SkipUpdate
 from surefoot.guard.guard import GuardState, Verdict, judge
 from surefoot.guard.record import Record
 from surefoot.guard.signals import ProbeSignals, StepSignals
 from surefoot.monitor.run import Run
 from surefoot.parallel.fork_launch import run_ranks
 from surefoot.parallel.mesh import join_world
+from surefoot.train import loop
 from surefoot.train.agree import VerdictsDiffer, agree
 from surefoot.train.interrupt import StopRequest
 from surefoot.train.loop import train
@@ -84,3 +85,31 @@ def test_a_run_stops_at_the_batch_where_a_rank_judges_otherwise_and_writes_nothi
 @pytest.mark.parametrize("action", [Proceed(), SkipUpdate(cause="seen")])
 def test_alone_there_is_nobody_to_disagree_with(config: RunConfig, action: Proceed | SkipUpdate) -> None:
     agree(Verdict(state=GuardState(), action=action), join_world(config.parallel))
+
+
+def concludes_otherwise(rank: int, world: int, config: RunConfig, folder: Path) -> str:
+    """Both ranks ask for an investigation of batch 4, and rank 1 draws another conclusion from it."""
+
+    def asks(*args: Any, **kwargs: Any) -> Verdict:
+        verdict = judge(*args, **kwargs)
+        return replace(verdict, action=Investigate(cause="seen")) if args[1].batch_index == 4 else verdict
+
+    def concluded(state: GuardState, *_: object) -> Verdict:
+        return Verdict(state=state, action=Halt(reason=f"rank {rank} says so"))
+
+    with (
+        open_run(config, folder, join_world(config.parallel), notify=ignore, peak=0.0) as run,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(loop, "conclude", concluded)
+        try:
+            train(run.state, run.setup, run.data, run.keeping, stop=StopRequest(), judge=asks)
+        except VerdictsDiffer as error:
+            return str(error)
+    return "went on"
+
+
+def test_ranks_agree_on_the_conclusion_of_an_investigation_too(config: RunConfig, tmp_path: Path) -> None:
+    texts = run_ranks(2, concludes_otherwise, config, tmp_path / "run")
+    assert all("the guard of rank 0 says halt, but rank 1 says halt" in text for text in texts)
+    assert Run(tmp_path / "run").ledger.of_kind("verdict") == []

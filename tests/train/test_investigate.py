@@ -25,7 +25,9 @@ from surefoot.parallel.digest import digest_tensors
 from surefoot.parallel.fork_launch import run_ranks
 from surefoot.parallel.mesh import World, join_world
 from surefoot.proof.faults import with_nan_gradients
+from surefoot.proof.rehearsal import Script, rehearse
 from surefoot.train import investigate as investigating
+from surefoot.train import loop
 from surefoot.train.acting import Judged
 from surefoot.train.candidates import candidates, half, without_documents
 from surefoot.train.investigate import Applied, Recent, can_widen, investigate, one_pass, reread, token_losses, widened
@@ -276,3 +278,50 @@ def test_two_ranks_bring_back_the_same_evidence_which_is_that_of_one(
             assert theirs.gradient_norm == pytest.approx(mine.gradient_norm, rel=FP64_RANKS)
     assert both[0][1][:2] == pytest.approx(after[:2], rel=FP64_ORDER)
     assert both[0][1][2] + both[1][1][2] == pytest.approx(after[2], rel=FP64_ORDER)
+
+
+def test_what_was_forgotten_is_looked_up_in_the_rows_to_the_bit(
+    config: RunConfig, vary: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """The last applied batch and the last probe before batch 18, as a process knows that has been there, and as one that has not."""
+    config = vary(config, **{"guard.probe_every": 5})
+    seen: list[Recent] = []
+
+    class Watching(Recent):
+        def __init__(self) -> None:
+            super().__init__()
+            seen.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "Recent", Watching)
+        rehearse(config, tmp_path / "run", Script(nan_batches=(17,), stop_after=17))
+    with open_run(config, tmp_path / "run", ALONE, notify=ignore, peak=0.0) as run:
+        looked_up = Recent()
+        looked_up.look_up(run.keeping, 18)
+        assert (looked_up.applied, looked_up.probe) == (seen[0].applied, seen[0].probe)
+        assert looked_up.applied is not None
+        assert looked_up.applied.batch_index == 16
+        (probe,) = looked_up.probes()
+        assert {role.role for role in probe.roles} == {"embedding", "hidden", "norm"}
+        assert all(role.largest_weight > 1 and role.update_norm > 0 for role in probe.roles)
+        looked_up.forget()
+        assert looked_up == Recent()
+        looked_up.look_up(run.keeping, 16)
+        assert looked_up.applied is not None
+        assert looked_up.applied.batch_index == 15
+
+
+def test_after_a_rollback_nothing_of_the_path_that_was_left_is_remembered(config: RunConfig, tmp_path: Path) -> None:
+    log: list[int | str] = []
+
+    class Watching(Recent):
+        def note(self, outcome: StepOutcome, probe: dict[str, float]) -> None:
+            log.append(outcome.signals.batch_index)
+
+        def forget(self) -> None:
+            log.append("forgets")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "Recent", Watching)
+        rehearse(config, tmp_path / "run", Script(rollback_after=17, rollback_to=16))
+    assert log == [*range(17), "forgets", *range(16, 24)]

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -74,7 +75,7 @@ def quick(out: Path, *, as_json: bool) -> int:
     if as_json:
         print(to_json(result))
     else:
-        print(text_summary(result))
+        print(text_summary(result, min(120, shutil.get_terminal_size().columns)))
         print(f"\n{page} shows the curves ({time.monotonic() - begun:.0f} s)")
     return exit_codes.DONE
 

@@ -150,7 +150,7 @@ class Drift:
 
 
 def logit_drift(drift: Drift, signals: StepSignals, lasting: Lasting) -> Drift:
-    """The smoothed logsumexp with this step's; a warning while it is far out and still on its way (the head's norm grows: z-loss)."""
+    """The smoothed logsumexp with this step's; a warning when it is far out (the head's norm grows: z-loss)."""
     smoothed = drift.smoothed.add(signals.logsumexp_mean)
     if smoothed is drift.smoothed:
         return drift
@@ -159,7 +159,7 @@ def logit_drift(drift: Drift, signals: StepSignals, lasting: Lasting) -> Drift:
     limit = DRIFT_NATS + 2 * abs(drift.early)
     lasting.see(
         "logit_drift",
-        size > limit and abs(signals.logsumexp_mean) >= size,
+        size > limit,
         size > 0.8 * limit,
         lambda: Finding(
             kind="logit_drift",

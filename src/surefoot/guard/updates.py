@@ -48,8 +48,7 @@ def update_size(updates: Updates, signals: StepSignals, thresholds: Thresholds, 
     least = math.log(thresholds.update_ratio)
     high = baseline.upper(thresholds.gradient_sigmas, least, NORM_FLOOR)
     low = baseline.lower(thresholds.gradient_sigmas, least, NORM_FLOOR)
-    still = signals.update_size == 0
-    outside = still or not low <= ratio <= high
+    outside = not low <= ratio <= high  # so it is when nothing moved: zero has no logarithm, and NaN lies nowhere
     lasting.see("update_size", outside, False, lambda: _out_of_line(signals, baseline, ratio))
     if not outside:
         return replace(updates, baseline=baseline.accept(ratio))

@@ -82,7 +82,7 @@ def base_config(base: Base, seed: int, cache: Path, *, guarded: bool = True) -> 
             batch_size=rows,
             cache_dir=str(cache),
         ),
-        optim=OptimConfig(lr=1e-2, warmup_steps=40, schedule=WSD(decay_fraction=0.3)),
+        optim=OptimConfig(lr=5e-3, warmup_steps=40, schedule=WSD(decay_fraction=0.5)),
         parallel=ParallelConfig(device="cpu", precision="fp32", threads=1),
         guard=GuardConfig(
             policy="guarded" if guarded else "observe",

@@ -1,6 +1,7 @@
 """What ``drill --quick`` says and draws: which document did it, and three curves."""
 
 import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
 from html import escape
@@ -66,11 +67,15 @@ def beginning(text: str) -> str:
     return repr(whole[:SHOWN]) + ("..." if len(whole) > SHOWN else "")
 
 
-def text_summary(result: Result) -> str:
-    """For a terminal."""
+def text_summary(result: Result, width: int = 100) -> str:
+    """For a terminal of so many columns."""
     told = sentences(result)
     wide = max(len(label) for label, _ in told)
-    return "\n".join(f"{label:>{wide}}  {text}" for label, text in told)
+    lines: list[str] = []
+    for label, text in told:
+        first, *more = textwrap.wrap(text, max(40, width - wide - 2), break_long_words=False) or [""]
+        lines += [f"{label:>{wide}}  {first}", *(f"{'':>{wide}}  {line}" for line in more)]
+    return "\n".join(lines)
 
 
 def quick_page(result: Result) -> str:
