@@ -19,6 +19,7 @@ INSIDE = {
     "surefoot.train.rollback.NoTarget",  # becomes a halt in the loop
     "surefoot.proof.rehearsal.Crashed",  # an injected death
     "surefoot.parallel.fork_launch.RankFailed",  # of the launcher that tests use
+    "surefoot.interop.trainers.GuardHalted",  # raised into somebody else's loop
 }
 """Errors that never end a command."""
 
@@ -64,7 +65,7 @@ def test_help_lists_every_command_and_no_command_is_an_error(capsys: pytest.Capt
 
 
 def test_the_issues_commands_are_there() -> None:
-    assert list(main.COMMANDS) == ["train", "fork", "runs", "report", "sample", "data", "doctor", "config"]
+    assert list(main.COMMANDS) == ["train", "fork", "runs", "report", "sample", "data", "guard", "drill", "doctor", "config"]
 
 
 def test_an_unknown_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +73,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys: pytest.CaptureF
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        "command = 'doctr' is not one of train, fork, runs, report, sample, data, doctor, config; nearest: 'doctor'\n"
+        "command = 'doctr' is not one of train, fork, runs, report, sample, data, guard, drill, doctor, config; nearest: 'doctor'\n"
     )
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from guard_series import THRESHOLDS, Watch, calm, falling, step
-from surefoot.guard.detectors import observe_step
+from surefoot.guard.detectors import limits_of, observe_step
 from surefoot.guard.finding import Finding
+from surefoot.guard.limits import Limits
 from surefoot.guard.signals import BatchFacts, StepSignals
 
 
@@ -186,10 +187,27 @@ def test_a_loss_out_of_its_band_with_tokens_that_say_why_is_an_alarm_either_way(
     watch = Watch().all(texts(100))
     (low,) = watch.see(step(0.3, 0.25, facts=facts))
     assert (low.kind, low.severity, low.where) == ("too_good", "alarm", where)
-    (high,) = watch.see(step(5.0, 0.25, facts=facts))
+    high = watch.see(step(5.0, 0.25, facts=facts))[-1]
     assert (high.kind, high.severity, high.where) == ("loss_spike", "alarm", where)
     assert "usually" in high.text
-    assert watch.see(step(2.2, 0.25, facts=facts)) == ()  # in its band: no harm seen
+
+
+def test_tokens_that_are_odd_are_no_alarm_inside_the_band_but_a_plain_leak_is() -> None:
+    watch = Watch().all(texts(100))
+    assert watch.see(step(2.2, 0.25, facts=BatchFacts(copied=0.05, repeated=0.9))) == ()
+    assert watch.see(step(2.2, 0.25, facts=BatchFacts(copied=0.45))) == ()
+    (leak,) = watch.see(step(2.2, 0.25, facts=BatchFacts(copied=0.97)))
+    assert (leak.kind, leak.severity, leak.where) == ("too_good", "alarm", "copied")
+
+
+def test_the_device_refuses_what_the_tokens_show_and_nothing_else() -> None:
+    watch = Watch().all(texts(100))
+    limits = limits_of(watch.state, THRESHOLDS)
+    assert limits.odd(BatchFacts(copied=0.45)) and not limits.odd(BatchFacts(copied=0.05))
+    assert limits.wrong(BatchFacts(copied=0.97)) and not limits.wrong(BatchFacts(copied=0.45, repeated=0.9))
+    assert limits.wrong(BatchFacts(misaligned=0.002)) and not limits.wrong(BatchFacts(misaligned=0.0005))
+    assert 0.3 < limits.loss_floor < 2.2
+    assert not Limits().odd(BatchFacts(copied=1.0, repeated=1.0)) and not Limits().wrong(BatchFacts(copied=1.0))
 
 
 def test_a_diluted_leak_is_found_by_a_smaller_drop_than_an_unexplained_one() -> None:

@@ -7,11 +7,10 @@ from surefoot.config.guard import Thresholds
 from surefoot.guard.baseline import Baseline
 from surefoot.guard.finding import Finding
 from surefoot.guard.lasting import Lasting
+from surefoot.guard.limits import LEAKED, MISALIGNED
 from surefoot.guard.signals import BatchFacts, StepSignals
 from surefoot.guard.spikes import LOSS_FLOOR
 
-MISALIGNED_SHARE = 0.001
-"""Targets that are not the next token, beyond which the batch is wrong. Healthy data have none."""
 FACT_SIGMAS = 8.0
 FACT_SHARE = 0.02
 """Least rise of a share over its normal that is evidence."""
@@ -38,15 +37,20 @@ class Share:
             count=self.count + 1,
         )
 
+    def limit(self) -> float:
+        """The share beyond which one is far above what is usual; infinite before that is known."""
+        known = self.count >= SETTLED
+        return self.mean + max(FACT_SHARE, FACT_SIGMAS * 1.25 * self.deviation) if known else math.inf
+
     def stands_out(self, value: float) -> bool:
         """Far above what is usual; never before that is known."""
-        return self.count >= SETTLED and value > self.mean + max(FACT_SHARE, FACT_SIGMAS * 1.25 * self.deviation)
+        return value > self.limit()
 
 
 def misaligned(signals: StepSignals) -> Finding | None:
     """An alarm where targets are not the next tokens."""
     share = signals.facts.misaligned
-    if not share > MISALIGNED_SHARE:
+    if not share > MISALIGNED:
         return None
     return Finding(
         kind="misaligned",
@@ -68,12 +72,32 @@ def evidence(facts: BatchFacts, copied: Share, repeated: Share) -> tuple[str, st
 
 
 def too_good(signals: StepSignals, loss: Baseline, thresholds: Thresholds, fact: tuple[str, str]) -> Finding | None:
-    """An alarm where the loss lies below its band and the batch's tokens say why. The band's half is enough then."""
+    """An alarm where the loss lies below its band and the batch's tokens say why; a plain leak whatever the loss is."""
     which, phrase = fact
-    limit = loss.lower(thresholds.loss_sigmas / 2, thresholds.loss_nats / 2, LOSS_FLOOR)
-    if not which or not signals.loss < limit:
+    if not which:
+        return None
+    if which == "copied" and signals.facts.copied > LEAKED:
+        return _leak(signals, phrase)
+    if not signals.loss < loss_floor(loss, thresholds):
         return None
     return _below(signals, loss, "alarm", f": {phrase}", which)
+
+
+def loss_floor(loss: Baseline, thresholds: Thresholds) -> float:
+    """The loss below which one is too good where the tokens are odd: half the band is enough then."""
+    return loss.lower(thresholds.loss_sigmas / 2, thresholds.loss_nats / 2, LOSS_FLOOR)
+
+
+def _leak(signals: StepSignals, phrase: str) -> Finding:
+    return Finding(
+        kind="too_good",
+        severity="alarm",
+        text=f"{phrase}: the answer stands in the input",
+        batch_index=signals.batch_index,
+        onset=signals.batch_index,
+        value=signals.facts.copied,
+        where="copied",
+    )
 
 
 def unexplained_drop(seen: int, signals: StepSignals, loss: Baseline, thresholds: Thresholds, lasting: Lasting) -> int:

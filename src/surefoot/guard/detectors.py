@@ -7,7 +7,7 @@ from typing import Any
 from surefoot.config.guard import Thresholds
 from surefoot.guard.attention import attention_growth, entropy_collapse
 from surefoot.guard.baseline import Baseline
-from surefoot.guard.data_facts import Share, evidence, misaligned, too_good, unexplained_drop
+from surefoot.guard.data_facts import Share, evidence, loss_floor, misaligned, too_good, unexplained_drop
 from surefoot.guard.document_losses import DocumentLoss, add_domains, usual_loss
 from surefoot.guard.finding import Finding
 from surefoot.guard.held_out import HeldOut, validation
@@ -105,7 +105,12 @@ def limits_of(state: DetectorState, thresholds: Thresholds, regime: int | None =
     """What the next update may not exceed, from accepted steps only. ``regime`` is the next batch's where known: the first of a new one has no
     limits, since its level is not known yet."""
     state = _in_regime(state, regime)
-    return spike_limits(state.loss, state.document, state.gradient, thresholds)
+    return replace(
+        spike_limits(state.loss, state.document, state.gradient, thresholds),
+        loss_floor=loss_floor(state.loss, thresholds),
+        copied=state.copied.limit(),
+        repeated=state.repeated.limit(),
+    )
 
 
 def observe_step(state: DetectorState, signals: StepSignals, thresholds: Thresholds) -> Detected:

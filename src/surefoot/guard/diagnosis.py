@@ -7,13 +7,10 @@ from surefoot.guard.actions import Cause
 from surefoot.guard.broken_state import broken_by, built_up, optimiser_marks, suspicious_weight, weights_broken
 from surefoot.guard.evidence import Diagnosis, Evidence, PassKind, PassResult
 from surefoot.guard.finding import Finding, Kind
+from surefoot.guard.limits import LEAKED, MISALIGNED
 from surefoot.guard.signals import BatchFacts
 from surefoot.guard.suspects import stands_out
 
-MISALIGNED = 0.001
-"""Share of targets that are not the next token; a sound loader has none."""
-COPIED = 0.5
-"""Share of targets that stand in the input; runs of blanks in code reach 0.3."""
 REPEATED = 0.1
 """Share of tokens in an n-gram flood; banners and tables reach a few per cent."""
 REREAD = 0.25
@@ -84,7 +81,7 @@ def shown_by_tokens(facts: BatchFacts, findings: Sequence[Finding], reread: floa
         return ""
     if leak := next((f for f in findings if f.kind == "too_good" and f.severity == "alarm"), None):
         return leak.text
-    if facts.copied > COPIED:
+    if facts.copied > LEAKED:
         return f"{_percent(facts.copied)} of the targets stand in the input at their own place: the answer leaks"
     if facts.repeated > REPEATED:
         return f"{_percent(facts.repeated)} of the tokens are a few repeated over and over"

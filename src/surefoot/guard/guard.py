@@ -94,11 +94,11 @@ class Judge(Protocol):
         """The verdict on one step."""
 
 
-def limits(state: GuardState, config: GuardConfig) -> Limits:
-    """What the next update may not exceed; nothing is refused where the guard only observes."""
+def limits(state: GuardState, config: GuardConfig, regime: int | None = None) -> Limits:
+    """What the next update may not exceed; nothing is refused where the guard only observes. ``regime``: the next batch's, where known."""
     if config.policy == "observe":
         return Limits(refuse_nonfinite=False)
-    return limits_of(state.detectors, config.thresholds)
+    return limits_of(state.detectors, config.thresholds, regime)
 
 
 def judge(

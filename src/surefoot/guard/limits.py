@@ -3,6 +3,13 @@
 import math
 from dataclasses import dataclass
 
+from surefoot.guard.signals import BatchFacts
+
+MISALIGNED = 0.001
+"""Share of targets that are not the next token; a sound loader has none."""
+LEAKED = 0.5
+"""Share of targets that stand in the input, from which the answer leaks whatever the loss says; runs of blanks in code reach 0.3."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -15,5 +22,21 @@ class Limits:
     gradient_norm: float = math.inf
     clip_norm: float = math.inf
     """The guard's own clipping, on top of the configured one."""
+    loss_floor: float = -math.inf
+    """Nats per token: below it, a batch with odd tokens is too good to be learned from."""
+    copied: float = math.inf
+    """Share of targets equal to their own input token, beyond which the tokens are odd."""
+    repeated: float = math.inf
+    """Share of tokens in an n-gram flood, likewise."""
     refuse_nonfinite: bool = True
     """False only where the guard merely observes: then even a NaN is applied, as it would be without a guard."""
+
+    def odd(self, facts: BatchFacts) -> bool:
+        """The tokens are unlike those before: reason enough to refuse a loss that is too good."""
+        return facts.copied > self.copied or facts.repeated > self.repeated
+
+    def wrong(self, facts: BatchFacts) -> bool:
+        """The tokens are wrong whatever the loss says: targets out of place, or in the input."""
+        return self.refuse_nonfinite and (
+            facts.misaligned > MISALIGNED or (facts.copied > LEAKED and facts.copied > self.copied)
+        )

@@ -104,7 +104,7 @@ class LoopGuard:
         loss, norm, largest, targets = self._reduced(
             _number(loss), _number(gradient_norm), document_loss_max, num_targets
         )
-        bounds = limits(self.state, self.config)
+        bounds = limits(self.state, self.config, regime)
         allowed = targets > 0 and not _refused(bounds, loss, norm, largest)
         signals = StepSignals(
             batch_index=self.batch_index,

@@ -86,13 +86,14 @@ def step_within_limits(
     state: TrainState, batch: Batch, setup: Setup, data: TrainingData, keeping: Keeping, stop: StopRequest
 ) -> StepOutcome:
     """One step under the guard's limits and the ledger's LR events."""
+    number = regime(setup.config.data, data.loader.batch_starts, batch.batch_index)
     return train_step(
         state,
         batch,
         setup,
-        limits=limits(state.guard, setup.config.guard),
+        limits=limits(state.guard, setup.config.guard, number),
         lr_changes=keeping.ledger.lr_events,
-        regime=regime(setup.config.data, data.loader.batch_starts, batch.batch_index),
+        regime=number,
         stop_asked=stop.asked,
     )
 
@@ -102,7 +103,9 @@ def look_inside(
 ) -> tuple[ProbeSignals | None, float]:
     """The probe that is due on the cadence, while the gradients are there, and the seconds it took."""
     begun = time.perf_counter()
-    if outcome.skipped or not due(state.step, setup.config.guard.probe_every):
+    every = setup.config.guard.probe_every
+    # The first update is looked at too: what grows needs something to be compared with.
+    if outcome.skipped or not (due(state.step, every) or (every and state.step == 1)):
         return None, 0.0
     return take_probe(state, setup, probe_rows(data, setup), outcome.signals.lr), time.perf_counter() - begun
 

@@ -25,8 +25,6 @@ SMOOTHING = 0.98
 """Weight of the past in the smoothed loss: a span of about 50 steps."""
 NO_LIMITS = Limits()
 """Only what is not finite is refused."""
-MISALIGNED_LIMIT = 0.01
-"""Share of targets out of place beyond which an update is refused; a sound batch has none."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +108,12 @@ def refused(measured: Measured, counts: Counts, limits: Limits) -> Tensor:
     beyond = (
         (loss > limits.loss) | (measured.norm > limits.gradient_norm) | (measured.document_max > limits.document_loss)
     )
+    if limits.odd(counts.facts):
+        beyond = beyond | (loss < limits.loss_floor)
+    if limits.wrong(counts.facts):
+        return torch.ones_like(beyond)
     if not limits.refuse_nonfinite:
         return beyond
-    if counts.facts.misaligned > MISALIGNED_LIMIT:
-        return torch.ones_like(beyond)
     return beyond | ~(torch.isfinite(measured.norm) & torch.isfinite(measured.sums[0]))
 
 
