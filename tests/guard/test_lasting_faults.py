@@ -203,11 +203,15 @@ def test_tokens_that_are_odd_are_no_alarm_inside_the_band_but_a_plain_leak_is() 
 def test_the_device_refuses_what_the_tokens_show_and_nothing_else() -> None:
     watch = Watch().all(texts(100))
     limits = limits_of(watch.state, THRESHOLDS)
-    assert limits.odd(BatchFacts(copied=0.45)) and not limits.odd(BatchFacts(copied=0.05))
-    assert limits.wrong(BatchFacts(copied=0.97)) and not limits.wrong(BatchFacts(copied=0.45, repeated=0.9))
-    assert limits.wrong(BatchFacts(misaligned=0.002)) and not limits.wrong(BatchFacts(misaligned=0.0005))
+    assert limits.odd(BatchFacts(copied=0.45))
+    assert not limits.odd(BatchFacts(copied=0.05))
+    assert limits.wrong(BatchFacts(copied=0.97))
+    assert not limits.wrong(BatchFacts(copied=0.45, repeated=0.9))
+    assert limits.wrong(BatchFacts(misaligned=0.002))
+    assert not limits.wrong(BatchFacts(misaligned=0.0005))
     assert 0.3 < limits.loss_floor < 2.2
-    assert not Limits().odd(BatchFacts(copied=1.0, repeated=1.0)) and not Limits().wrong(BatchFacts(copied=1.0))
+    assert not Limits().odd(BatchFacts(copied=1.0, repeated=1.0))
+    assert not Limits().wrong(BatchFacts(copied=1.0))
 
 
 def test_a_diluted_leak_is_found_by_a_smaller_drop_than_an_unexplained_one() -> None:

@@ -37,7 +37,7 @@ def logits(values: list[float], total_steps: int = 100_000) -> list[Finding]:
 
 
 def test_growing_attention_logits_are_forecast_with_layer_and_step() -> None:
-    growth = [20 * 1.3**n for n in range(10)]  # beyond 100 at the 8th probe, 1e4 at step 50 * 24.7
+    growth = [20 * 1.3**n for n in range(9)]  # beyond 100 at the 8th probe, 1e4 at step 50 * 24.7
     (finding,) = logits(growth)
     assert (finding.kind, finding.severity, finding.where) == ("attention_growth", "alarm", "layer 3")
     assert "at this slope layer 3 reaches 1e4 at step 1,23" in finding.text
@@ -58,8 +58,14 @@ def test_large_logits_that_stand_still_and_small_ones_that_grow_are_not_said() -
     assert logits([1 * 1.3**n for n in range(15)]) == []
 
 
+def test_an_alarm_is_said_again_when_its_excess_has_doubled_and_anew_after_it_has_ended() -> None:
+    growth = [20 * 1.3**n for n in range(14)]  # 125 at the 8th, above 200 at the 10th, above 400 at the 13th
+    assert [f.severity for f in logits(growth)] == ["alarm"] * 3
+    assert len(logits([2e4, 2e4, 5.0, 5.0, 2e4])) == 2
+
+
 def test_logits_beyond_ruin_are_an_alarm_at_once_and_said_once() -> None:
-    (finding,) = logits([2e4, 2e4, 3e4])
+    (finding,) = logits([2e4, 2e4, 2.1e4])
     assert finding.severity == "alarm"
     assert "diverged" in finding.text
     assert [f.severity for f in logits([math.inf])] == ["alarm"]

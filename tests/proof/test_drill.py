@@ -370,6 +370,13 @@ def test_a_finding_in_a_replayed_batch_before_the_onset_is_after_the_fault() -> 
     assert [(event.after_onset, event.serious) for event in witness.events] == [(False, True), (True, True)]
 
 
+def test_a_finding_in_the_first_batch_of_the_fault_is_no_false_alarm() -> None:
+    witness = Witness(5)
+    for batch in (4, 5):
+        witness.notify("skip", {"batch_index": batch, "cause": "too high"})
+    assert [event.after_onset for event in witness.events] == [False, True]
+
+
 def test_an_unshuffled_document_changes_the_order_and_no_row(loader: Any) -> None:
     source, _, row = loader.sample_ids(9)[0].tolist()
     document = loader.row_documents(source, row)[0].document

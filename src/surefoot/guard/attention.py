@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from surefoot.guard.baseline import LARGEST
 from surefoot.guard.inside import Point, ProbeView
 
 LEAST_POINTS = 4
@@ -38,7 +39,8 @@ def attention_growth(view: ProbeView) -> None:
         soon = value > warning and growing and arrives <= view.total_steps
         lasts = value > warning and growing
         alarm = value > ruin or soon
-        view.see("attention_growth", "alarm", where, alarm, lasts, text, value, warning)
+        excess = min(value, LARGEST) / warning
+        view.escalate("attention_growth", where, alarm, lasts, text, value, warning, excess)
         view.see("attention_growth", "warning", where, lasts and not alarm, value > 0.8 * warning, text, value, warning)
 
 
@@ -98,4 +100,5 @@ def entropy_collapse(view: ProbeView) -> None:
             f"attention entropy of {where} has collapsed to {value:.2%} of uniform, from {highest:.2%} at its highest"
         )
         begins = value < limit and earlier[-1] < limit
-        view.see("entropy_collapse", "alarm", where, begins, value < 2 * limit, text, value, highest)
+        excess = limit / max(value, 1e-6)
+        view.escalate("entropy_collapse", where, begins, value < 2 * limit, text, value, highest, excess)

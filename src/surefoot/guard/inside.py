@@ -1,5 +1,6 @@
 """A probe of the inside in hand, with what earlier ones have shown."""
 
+import math
 from dataclasses import dataclass
 
 from surefoot.config.guard import Thresholds
@@ -41,20 +42,27 @@ class ProbeView:
         normal: float,
     ) -> None:
         """A condition of one layer or role, which ``text`` says."""
-        self.lasting.see(
-            f"{kind}/{severity}/{where}",
-            begins,
-            lasts,
-            lambda: Finding(
-                kind=kind,
-                severity=severity,
-                text=text,
-                batch_index=self.batch_index,
-                onset=self.batch_index,
-                value=value,
-                normal=normal,
-                where=where,
-            ),
+        finding = self._finding(kind, severity, where, text, value, normal)
+        self.lasting.see(f"{kind}/{severity}/{where}", begins, lasts, lambda: finding)
+
+    def escalate(
+        self, kind: Kind, where: str, begins: bool, lasts: bool, text: str, value: float, normal: float, excess: float
+    ) -> None:
+        """An alarm of one layer, said again each time that its ``excess`` (a ratio) has doubled: what was ordered for it has not helped."""
+        level = max(0, math.floor(math.log2(max(excess, 1.0)))) if begins else -1
+        finding = self._finding(kind, "alarm", where, text, value, normal)
+        self.lasting.escalate(f"{kind}/alarm/{where}", level, lasts, lambda: finding)
+
+    def _finding(self, kind: Kind, severity: Severity, where: str, text: str, value: float, normal: float) -> Finding:
+        return Finding(
+            kind=kind,
+            severity=severity,
+            text=text,
+            batch_index=self.batch_index,
+            onset=self.batch_index,
+            value=value,
+            normal=normal,
+            where=where,
         )
 
     def values_before(self, figure: str) -> tuple[float, ...]:

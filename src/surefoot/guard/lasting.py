@@ -25,3 +25,14 @@ class Lasting:
         elif begins:
             self._active.add(key)
             self.findings.append(say())
+
+    def escalate(self, key: str, level: int, lasts: bool, say: Callable[[], Finding]) -> None:
+        """A condition with levels, 0 and up (-1: it does not begin): said again each time that it reaches a higher one, until it has ended."""
+        mark = f"{key}#"
+        known = max((int(name.removeprefix(mark)) for name in self._active if name.startswith(mark)), default=-1)
+        if level > known:
+            self._active.discard(f"{mark}{known}")
+            self._active.add(f"{mark}{level}")
+            self.findings.append(say())
+        elif level < 0 and not lasts:
+            self._active.discard(f"{mark}{known}")

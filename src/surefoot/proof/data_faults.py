@@ -165,7 +165,6 @@ def _rewrite(batch: Batch, marked_BT: Mask, content: Ids) -> tuple[Ids, Ids]:
     tokens_BT = np.where(marked_BT, content[:, :-1], batch.tokens_BT)
     last = np.where(marked_BT[:, -1], content[:, -1], batch.targets_BT[:, -1])
     next_BT = np.concatenate([tokens_BT[:, 1:], last[:, None]], axis=1)
-    touched_BT = marked_BT.copy()
-    touched_BT[:, :-1] |= marked_BT[:, 1:]
-    targets_BT = np.where(touched_BT & (batch.targets_BT != IGNORE), next_BT, batch.targets_BT)
+    # What stands before the first marked token of a row is blank, or the row's beginning.
+    targets_BT = np.where(marked_BT & (batch.targets_BT != IGNORE), next_BT, batch.targets_BT)
     return np.ascontiguousarray(tokens_BT), np.ascontiguousarray(targets_BT)

@@ -168,9 +168,7 @@ def take(
         again = data.loader.batch(known.batch_index, keeping.ledger.exclusions, world.rank, world.size)
         loss, norm = one_pass(state, again, setup)
         excess = _above(loss, known.loss)
-        return PassResult(
-            kind=kind, loss=loss, gradient_norm=norm, excess=excess, gradient_before=known.gradient_norm
-        )
+        return PassResult(kind=kind, loss=loss, gradient_norm=norm, excess=excess, gradient_before=known.gradient_norm)
     if kind == "full_precision":
         with widened(state):
             loss, norm = one_pass(state, batch, setup)
