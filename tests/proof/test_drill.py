@@ -377,6 +377,24 @@ def test_a_finding_in_the_first_batch_of_the_fault_is_no_false_alarm() -> None:
     assert [event.after_onset for event in witness.events] == [False, True]
 
 
+def test_what_is_said_long_after_a_fault_is_no_detection_of_it() -> None:
+    dose = drill.Dose(onset=5, length=2, magnitude=0.0)
+    for batch, detected in ((7 + drill.AFTERMATH - 1, True), (7 + drill.AFTERMATH, False)):
+        witness = Witness(dose.onset)
+        witness.notify("skip", {"batch_index": batch, "cause": "too high", "diagnosis": {"cause": "data"}})
+        found = drill.seen(witness, dose, Task(name="x", fault="random_tokens", guarded=True))
+        assert (found["detected"], found["causes"]) == (detected, ["data"] * detected)
+        assert found["false_alarms"] == 0
+
+
+def test_a_slow_source_is_seen_by_a_note_and_no_other_fault_is() -> None:
+    dose = drill.Dose(onset=0, length=2, magnitude=0.0)
+    witness = Witness(0)
+    witness.notify("note", {"text": "At batch 3: slow."})
+    for fault in ("slow_source", "random_tokens"):
+        assert drill.seen(witness, dose, Task(name="x", fault=fault))["detected"] == (fault == "slow_source")
+
+
 def test_an_unshuffled_document_changes_the_order_and_no_row(loader: Any) -> None:
     source, _, row = loader.sample_ids(9)[0].tolist()
     document = loader.row_documents(source, row)[0].document

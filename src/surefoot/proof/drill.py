@@ -37,6 +37,8 @@ Base = Literal["A", "B"]
 """A is the model that thresholds are calibrated on, B the one that the score is taken on."""
 EVAL_ROWS = 256
 """Held-out rows per domain at the end, always the same."""
+AFTERMATH = 50
+"""Batches after a fault's end in which what the guard says is about it; what comes later is neither a detection nor a false alarm."""
 HOPELESS = 3
 """Losses in a row that are not finite, after which an unguarded run is cut short: no weight of it is a number any more."""
 
@@ -60,7 +62,7 @@ class Task:
 
 def base_config(base: Base, seed: int, cache: Path, *, guarded: bool = True) -> RunConfig:
     """A run of seconds on the Python installation's own text, bytes as tokens."""
-    width, layers, rows, steps = {"A": (32, 2, 16, 220), "B": (40, 3, 12, 260)}[base]
+    width, layers, rows, steps = {"A": (32, 2, 16, 220), "B": (40, 3, 12, 230)}[base]
     return RunConfig(
         recipe=f"drill-{base}",
         steps=steps,
@@ -142,14 +144,15 @@ def run_cell(task: Task, cache: Path, command: str) -> dict[str, Any]:
 def seen(witness: Witness, dose: Dose, task: Task) -> dict[str, Any]:
     """What the guard said and when, against what it should have."""
     slows = bool(task.fault) and FAULTS[task.fault].slows
-    after = [event for event in witness.events if event.after_onset and (event.serious or slows)]
+    until = dose.window.stop + AFTERMATH
+    after = [e for e in witness.events if e.after_onset and (e.serious or slows) and e.batch_index < until]
     before = [event for event in witness.events if not event.after_onset and event.serious]
     first = after[0] if after and task.fault else None
     return {
         "detected": first is not None,
         "delay": max(0, first.batch_index - dose.onset) if first else None,
         "first_kind": first.what if first else "",
-        "causes": [event.cause for event in witness.events if event.after_onset and event.cause],
+        "causes": [event.cause for event in after if event.cause],
         "actions": _in_order([event.action for event in after if event.action != "proceed"]),
         "false_alarms": len(before) if task.fault else sum(event.serious for event in witness.events),
     }

@@ -14,6 +14,7 @@ from surefoot.proof.drill_quick import FROM_BATCH, VERSIONS
 Result = Mapping[str, Any]
 SHOWN = 48
 """Characters of a document's beginning that are shown."""
+LABELS = {"clean": "without it", "unguarded": "unguarded", "guarded": "guarded"}
 NAMES = {"clean": "without the document", "unguarded": "with it, unguarded", "guarded": "with it, guarded"}
 
 
@@ -57,7 +58,7 @@ def sentences(result: Result) -> list[tuple[str, str]]:
             f"{spoiled} updates, cause {verdict['cause'] if verdict else 'none'}; {others} before the document came",
         )
     )
-    told += [(f"end, {NAMES[version]}", _end(result[version], clean)) for version in VERSIONS]
+    told += [(LABELS[version], _end(result[version], clean)) for version in VERSIONS]
     return told
 
 

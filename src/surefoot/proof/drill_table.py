@@ -93,7 +93,7 @@ def markdown(folder: Path, base: Base = "B") -> str:
         "\n".join(f"- {sentence}" for sentence in misses(found)) or "None.",
         alarms_section(read_segments(folder / "healthy")),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def confusion_rows(found: Score, pairs: Iterable[Pair]) -> list[tuple[str, ...]]:
