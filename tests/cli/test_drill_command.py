@@ -96,6 +96,22 @@ def test_the_quick_drill_says_which_document_did_it(
     assert "costs this run 5.0 % of its held-out loss" in page
 
 
+def test_the_quick_drill_says_what_the_guard_did_before_the_document_came() -> None:
+    from surefoot.proof.drill_quick_page import text_summary
+
+    result = quick_result()
+    assert "too early" not in text_summary(result)
+    early = {
+        "batch_index": 9,
+        "action": "lr_event",
+        "cause": "optimiser",
+        "text": "batch 9: far too soon",
+        "after_onset": False,
+    }
+    result["guarded"]["events"].insert(0, early)
+    assert "1 other actions before the document came, the first: batch 9: far too soon" in text_summary(result, 200)
+
+
 def test_the_quick_drill_is_honest_when_the_guard_saw_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,7 @@ BOUNDS: Mapping[str, Bound] = {
     "guard.max_data_skips": AT_LEAST_1,
     "guard.max_rejections": AT_LEAST_1,
     "guard.max_rollbacks": AT_LEAST_0,
+    "guard.max_exclusions": AT_LEAST_0,
     "guard.max_lr_events": AT_LEAST_0,
     "guard.max_investigations": AT_LEAST_0,
     "guard.cooldown": AT_LEAST_0,

@@ -50,6 +50,9 @@ class GuardConfig:
     """Finite outliers in a row after which their level is taken for the new normal, said aloud; strict halts."""
     max_rollbacks: int = 4
     """Rollbacks the guard may order in a run; the next one halts it."""
+    max_exclusions: int = 100
+    """Documents that may be left out of a run, where they alone are shown to have spoilt a batch; it is then read again without them. 0 skips such
+    batches instead."""
     max_lr_events: int = 4
     """LR events the guard may order in a run."""
     max_investigations: int = 20

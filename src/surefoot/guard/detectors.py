@@ -146,7 +146,7 @@ def observe_step(state: DetectorState, signals: StepSignals, thresholds: Thresho
         drift=logit_drift(state.drift, signals, lasting),
         repeats=frozen_gradient(state.repeats, state.gradient, signals, lasting),
         drops=unexplained_drop(state.drops, signals, state.loss, thresholds, lasting),
-        domains=add_domains(state.domains, signals.domains),
+        domains=add_domains(state.domains, signals.domains, signals.loss),
     )
     optimizer_steps(signals, lasting)
     return Detected(replace(after, active=lasting.active), (*slow, *lasting.findings), scores)
@@ -174,7 +174,9 @@ def observe_evaluation(state: DetectorState, evaluation: EvalSignals, thresholds
 
 def expected_document_loss(state: DetectorState, domain: str) -> tuple[float, float]:
     """(mean, standard deviation) of a domain's document losses lately, nats per token; (NaN, NaN) where unknown."""
-    return usual_loss(state.domains, domain)
+    if not state.loss.ready:
+        return MISSING, MISSING
+    return usual_loss(state.domains, domain, state.loss.center)
 
 
 def accept_level(state: DetectorState) -> DetectorState:

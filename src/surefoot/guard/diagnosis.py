@@ -171,7 +171,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if without is not None and cured(without, evidence):
         did = tuple(s for s in evidence.suspects if stands_out(s))
         text = f"without {_documents(len(did))} the batch is healthy again ({_numbers(without.loss, without.gradient_norm)})"
-        return Diagnosis(cause="data", text=text, suspects=did, certain=True)
+        return Diagnosis(cause="data", text=text, suspects=did, certain=True, cured_without=True)
     healthy = evidence.result("healthy_batch")
     if healthy is None:
         return _by_findings(evidence, "the fault repeats, bit for bit; " if same.same_bits else "the fault repeats; ")

@@ -16,7 +16,8 @@ CLAMP_SPREAD = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentLoss:
-    """Moving mean and variance of one domain's document losses, nats per token."""
+    """Moving mean and variance of one domain's document losses, nats per token, measured from the loss of their batch: that falls as the
+    model learns, and a mean of the values themselves would lag behind."""
 
     name: str
     mean: float
@@ -25,20 +26,21 @@ class DocumentLoss:
     """Batches seen."""
 
 
-def add_domains(known: tuple[DocumentLoss, ...], domains: tuple[DomainStats, ...]) -> tuple[DocumentLoss, ...]:
+def add_domains(
+    known: tuple[DocumentLoss, ...], domains: tuple[DomainStats, ...], batch_loss: float
+) -> tuple[DocumentLoss, ...]:
     """With one more accepted batch; domains that it lacks stay as they are."""
     by_name = {item.name: item for item in known}
     for stats in domains:
         variance = stats.mean_square - stats.mean * stats.mean
         if stats.num_documents > 0 and abs(stats.mean) <= LARGEST and math.isfinite(variance):
-            by_name[stats.name] = _add(by_name.get(stats.name), stats, max(0.0, variance))
+            by_name[stats.name] = _add(by_name.get(stats.name), stats, stats.mean - batch_loss, max(0.0, variance))
     return tuple(by_name.values())
 
 
-def _add(usual: DocumentLoss | None, stats: DomainStats, variance: float) -> DocumentLoss:
+def _add(usual: DocumentLoss | None, stats: DomainStats, mean: float, variance: float) -> DocumentLoss:
     if usual is None:
-        return DocumentLoss(name=stats.name, mean=stats.mean, variance=variance, count=1)
-    mean = stats.mean
+        return DocumentLoss(name=stats.name, mean=mean, variance=variance, count=1)
     if usual.variance > 0:
         reach = CLAMP_SIGMAS * math.sqrt(usual.variance)
         mean = min(max(mean, usual.mean - reach), usual.mean + reach)
@@ -54,7 +56,8 @@ def _add(usual: DocumentLoss | None, stats: DomainStats, variance: float) -> Doc
     )
 
 
-def usual_loss(known: tuple[DocumentLoss, ...], domain: str) -> tuple[float, float]:
-    """(mean, standard deviation) of a domain's document losses, nats per token; (NaN, NaN) where unknown."""
+def usual_loss(known: tuple[DocumentLoss, ...], domain: str, batch_loss: float) -> tuple[float, float]:
+    """(mean, standard deviation) of a domain's document losses where their batch would have ``batch_loss``, nats per token; (NaN, NaN) where
+    unknown."""
     found = next((item for item in known if item.name == domain), None)
-    return (found.mean, math.sqrt(found.variance)) if found else (MISSING, MISSING)
+    return (batch_loss + found.mean, math.sqrt(found.variance)) if found else (MISSING, MISSING)

@@ -106,6 +106,8 @@ class Diagnosis:
     """A sentence without a full stop."""
     suspects: tuple[Suspect, ...] = ()
     """Those that did it, when the data did."""
+    cured_without: bool = False
+    """Without its suspects the batch is healthy: they alone did it."""
     state_is_broken: bool = False
     """Healthy batches are bad at these weights too: only going back helps."""
     certain: bool = False

@@ -154,7 +154,7 @@ def decide(
         findings=findings,
         config=config,
         record=record,
-        cause=_first_guess(findings, signals, shown, broken),
+        cause=_as_before(state, _first_guess(findings, signals, shown, broken)),
         skips=after.consecutive_skips,
         data_skips=after.data_skips,
         rejections=after.rejections,
@@ -242,6 +242,13 @@ def _first_guess(findings: tuple[Finding, ...], signals: StepSignals, shown: str
         return Diagnosis(cause="data", text=shown, certain=True)
     cause = cause_of(findings) if findings or signals.finite else "numerics"
     return Diagnosis(cause=cause, text=usual(cause))
+
+
+def _as_before(state: GuardState, guess: Diagnosis) -> Diagnosis:
+    """A step refused right after others that the data were shown to be at fault for: until it is looked at, the same."""
+    if guess.certain or not 0 < state.consecutive_skips == state.data_skips:
+        return guess
+    return Diagnosis(cause="data", text="probably the data again, as in the batches before it")
 
 
 def _level_shift(now: Situation, scores: Scores) -> Finding:

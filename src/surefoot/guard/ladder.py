@@ -164,9 +164,22 @@ def after_investigation(now: Situation) -> Action:
         dip = _dip(settle=1.0 if again == 1 else SETTLE) if optimiser and again else None
         exclude = tuple(dict.fromkeys(s.document for s in found.suspects)) if found.cause == "data" else ()
         return roll_back(now, onset - margin, found.text, dip=dip, exclude=exclude)
+    if found.cured_without and (exclusion := _exclude(now)):
+        return exclusion
     if found.cause == "hardware" and now.config.policy == "strict":
         return Halt(reason=f"{now.seen}; {found.text}. {ADVICE['hardware']}")
     return SkipUpdate(cause=f"{now.seen}; {found.text}{_named(found)}{_next(found)}")
+
+
+def _exclude(now: Situation) -> Rollback | None:
+    """The refused batch again without the documents that alone spoilt it, and they in no later batch; None where a batch that was read again
+    already is refused once more, or as many documents as may be are left out."""
+    record, batch = now.record, now.signals.batch_index
+    names = tuple(dict.fromkeys(s.document for s in now.cause.suspects))
+    if not names or batch in record.exclusions_at or record.num_excluded + len(names) > now.config.max_exclusions:
+        return None
+    done = f"it is read again without {'them' if len(names) > 1 else 'it'}, and so are the batches to come"
+    return Rollback(to_batch=batch, exclude=names, cause=f"{now.seen}; {now.cause.text}{_named(now.cause)}; {done}")
 
 
 def roll_back(
@@ -174,6 +187,11 @@ def roll_back(
 ) -> Action:
     """Back to before a batch, further on a repeat; or halt, where as many rollbacks as may be did not help."""
     record, config, batch = now.record, now.config, now.signals.batch_index
+    if now.signals.step == 0 and not now.signals.applied:
+        return SkipUpdate(
+            cause=f"{now.seen}; no update has been applied yet, so the weights as they were drawn, or the precision, are at fault. "
+            "Look at model.init and parallel.precision"
+        )
     because = "; ".join(dict.fromkeys(text for text in (now.seen, why or now.cause.text) if text))
     if len(record.rollbacks) >= config.max_rollbacks:
         spent = (

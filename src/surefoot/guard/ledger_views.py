@@ -29,6 +29,11 @@ class Decision:
         """It is the verdict of a rollback."""
         return bool(self.row["kind"] == "verdict" and self.row.get("action") == "rollback")
 
+    @property
+    def excludes(self) -> bool:
+        """It is the verdict that its own batch be read again without some documents."""
+        return bool(self.row["kind"] == "verdict" and self.row.get("action") == "exclude")
+
 
 @dataclass(frozen=True)
 class Decisions:
@@ -53,7 +58,11 @@ class Decisions:
     def _rolled_back(self, from_batch: int) -> "Decisions":
         """Decisions from the rollback's target on are spent; those before it, of batches that are read again, will be made again."""
         path = list(self.path)
-        ordered = [at for at, decision in enumerate(path) if decision.rolls_back and decision.restored < 0]
+        ordered = [
+            at
+            for at, decision in enumerate(path)
+            if (decision.rolls_back or decision.excludes) and decision.restored < 0
+        ]
         to_batch = from_batch
         if ordered:
             to_batch = int(path[ordered[-1]].row["to_batch"])
@@ -78,6 +87,8 @@ class Decisions:
                 d.batch_index for d in decided if d.row["kind"] == "lr_event" and not d.row.get("inherited")
             ),
             investigations_at=tuple(d.batch_index for d in decided if "passes" in d.row),
+            exclusions_at=tuple(d.batch_index for d in decided if d.excludes),
+            num_excluded=sum(len(d.row["exclude"]) for d in decided if d.excludes),
             num_skips=sum(d.row["kind"] == "skip" for d in decided),
         )
 

@@ -29,5 +29,9 @@ class Record:
     """Batches whose verdicts ordered LR events, those inside rollbacks included."""
     investigations_at: tuple[int, ...] = ()
     """Batches that were investigated."""
+    exclusions_at: tuple[int, ...] = ()
+    """Batches that were read again without some of their documents."""
+    num_excluded: int = 0
+    """Documents left out so."""
     num_skips: int = 0
     """Skipped steps ever, abandoned attempts included."""

@@ -29,7 +29,7 @@ FEW_TOKENS = 32
 
 
 def rank(
-    candidates: Sequence[Candidate], expected: Callable[[str], tuple[float, float]], keep: int = 4
+    candidates: Sequence[Candidate], expected: Callable[[str], tuple[float, float]], keep: int = 8
 ) -> tuple[Suspect, ...]:
     """The ``keep`` most suspect documents, most suspect first; one piece of each, its worst.
 

@@ -9,13 +9,14 @@ from surefoot.monitor.run import Run
 from surefoot.monitor.sentences import sentence
 from surefoot.monitor.wording import several
 
-Deeds = Literal["noted", "clipped harder", "skipped", "learning rate", "rolled back", "halted"]
+Deeds = Literal["noted", "clipped harder", "skipped", "learning rate", "rolled back", "left out", "halted"]
 
 _BY_ACTION: Mapping[str, Deeds] = {
     "proceed": "noted",
     "clip_harder": "clipped harder",
     "lr_event": "learning rate",
     "rollback": "rolled back",
+    "exclude": "left out",
     "halt": "halted",
 }
 EVIDENCE = ("diagnosis", "passes", "suspects", "findings")
@@ -66,7 +67,7 @@ def deeds(run: Run) -> list[Deed]:
         if ordered is not None and carries_out and _what(ordered) == _what(row):
             told.append(_deed(run, row, ordered, attempt))
             ordered = None
-        elif kind == "verdict" and _what(row) in ("rolled back", "learning rate"):
+        elif kind == "verdict" and _what(row) in ("rolled back", "left out", "learning rate"):
             told += [_deed(run, ordered, ordered, attempt)] if ordered is not None else []
             ordered = row
         elif kind in ("verdict", "skip") or carries_out:
@@ -82,7 +83,7 @@ def _what(row: Row) -> Deeds:
         case "lr_event":
             return "learning rate"
         case "attempt":
-            return "rolled back"
+            return "left out" if row["checkpoint"] == "in place" else "rolled back"
         case _:
             return _BY_ACTION.get(str(row.get("action")), "noted")
 

@@ -16,6 +16,7 @@ VERDICTS: Mapping[str, str] = {
     "proceed": "noted",
     "clip_harder": "noted",
     "rollback": "ordered",
+    "exclude": "ordered",
     "lr_event": "ordered",
 }
 """Kind of the moment of a verdict that leaves the course of the run as it is, or that another row carries out."""
@@ -84,6 +85,8 @@ def _attempt(row: Mapping[str, Any]) -> str:
             text = f"Resumed at {where} from {source}"
         case "fork":
             text = f"Forked: starts at {where} from {source}"
+        case _ if row["checkpoint"] == "in place":
+            text = f"Reading batch {row['from_batch']} again at step {row['from_step']:,}"
         case _:
             text = f"Rolled back to {where}, from {source}"
     cause = f", because {row['cause']}" if row["cause"] else ""

@@ -122,7 +122,7 @@ def summarise(run: Run) -> Summary:
         mfu=_median(column(metrics, "perf/mfu")),
         memory_gib=_largest(column(metrics, "perf/memory_gib")),
         skipped=len(run.ledger.skips()),
-        rollbacks=sum(attempt.reason == "rollback" for attempt in run.attempts),
+        rollbacks=sum(a.reason == "rollback" and a.checkpoint != "in place" for a in run.attempts),
         lr_events=len(run.ledger.of_kind("lr_event")),
         resumes=sum(attempt.reason == "resume" for attempt in run.attempts),
         excluded=tuple(item.document for item in run.ledger.exclusions),

@@ -58,6 +58,11 @@ def sentences(result: Result) -> list[tuple[str, str]]:
             f"{spoiled} updates, cause {verdict['cause'] if verdict else 'none'}; {others} before the document came",
         )
     )
+    early = [e for e in guarded["events"] if not e["after_onset"] and e["action"] != "proceed"]
+    if early:
+        told.append(
+            ("too early", f"{len(early)} other actions before the document came, the first: {early[0]['text']}")
+        )
     told += [(LABELS[version], _end(result[version], clean)) for version in VERSIONS]
     return told
 
@@ -100,7 +105,7 @@ def quick_page(result: Result) -> str:
     rows = "".join(f"<tr><td>{escape(label)}</td><td>{escape(text)}</td></tr>" for label, text in sentences(result))
     harm = result["unguarded"]["loss"] / result["clean"]["loss"] - 1
     story = (
-        f"One document of {result['guarded']['bytes']:,} bytes, read in one piece, costs this run {100 * harm:.1f} % of its held-out loss. "
+        f"One document of {result['guarded']['bytes']:,} bytes, half of {len(spoiled)} batches in a row, costs this run {100 * harm:.1f} % of its held-out loss. "
         "The guard refuses its batches before they touch a weight."
         if spoiled
         else "The guard did not act on the bad document."

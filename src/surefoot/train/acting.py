@@ -8,9 +8,9 @@ from surefoot.data.loader import Batch, Loader
 from surefoot.guard.actions import ClipHarder, Halt, Investigate, LrEvent, Proceed, Rollback, SkipUpdate
 from surefoot.guard.evidence import Evidence
 from surefoot.guard.finding import Finding
-from surefoot.guard.guard import Verdict
+from surefoot.guard.guard import GuardState, Verdict
 from surefoot.train.keeping import Keeping
-from surefoot.train.rollback import NoTarget, roll_back
+from surefoot.train.rollback import NoTarget, read_again, roll_back
 from surefoot.train.setup import Setup
 from surefoot.train.snapshot import SnapshotRing
 from surefoot.train.state import TrainState
@@ -31,6 +31,8 @@ class Judged:
 
     batch: Batch
     outcome: StepOutcome
+    before: GuardState
+    """What the guard remembered before the step."""
     first: Verdict
     """The guard's answer to the step."""
     concluded: Verdict | None = None
@@ -79,6 +81,9 @@ def act(
         case LrEvent(cause=cause):
             keeping.record("verdict", action="lr_event", text=cause, **place, **told)
             keeping.record("lr_event", **place, start_step=state.step, **asdict(action))
+        case Rollback(cause=cause) if judged.refused and action.to_batch == judged.batch.batch_index:
+            read_again(action, told, judged.before, state, loader, keeping)
+            return "back"
         case Rollback(cause=cause):
             try:
                 roll_back(action, told, state, setup, loader, keeping, snapshots)

@@ -55,7 +55,7 @@ def train(
         probe, probing = look_inside(state, setup, data, outcome)
         verdict = judge(state.guard, outcome.signals, config.guard, keeping.ledger.record, probe, config.steps)
         seconds = time.perf_counter() - begun - probing
-        judged = settle(Judged(batch, outcome, verdict), recent, state, setup, data, keeping)
+        judged = settle(Judged(batch, outcome, state.guard, verdict), recent, state, setup, data, keeping)
         state.guard = judged.verdict.state
         state.optimizer.zero_grad(set_to_none=True)
         inside = probe_metrics(probe) if probe else {}

@@ -9,6 +9,7 @@ from surefoot.data.loader import Loader
 from surefoot.guard.actions import Rollback
 from surefoot.guard.guard import GuardState
 from surefoot.monitor.run import Run
+from surefoot.monitor.wording import several
 from surefoot.parallel.shard import fill_parameters, reshard
 from surefoot.train.keeping import Keeping
 from surefoot.train.setup import Setup
@@ -16,6 +17,8 @@ from surefoot.train.snapshot import SnapshotRing
 from surefoot.train.state import TrainState
 from surefoot.train.stock import FORKED, newest_good, set_aside
 
+IN_PLACE = "in place"
+"""What was restored where a refused batch is read again: nothing, the state is as it was."""
 FIRST: dict[str, Any] = {"step": 0, "batch_index": 0, "smoothed_loss": 0.0, "guard": GuardState()}
 """The counters before the first batch."""
 
@@ -83,6 +86,36 @@ def roll_back(
     restore_initial(state, setup)
     if source:
         restore_checkpoint(source, state, keeping)
+
+
+def read_again(
+    action: Rollback, told: Mapping[str, Any], before: GuardState, state: TrainState, loader: Loader, keeping: Keeping
+) -> None:
+    """A rollback by no step at all: the batch whose update was just refused, once more without some documents.
+
+    The refusal left weights and moments as they were, so only the counters go back. The ledger row comes first; a crash after it resumes
+    from disk, with the documents blanked from this batch on.
+    """
+    batch_index = state.batch_index - 1
+    keeping.record(
+        "verdict",
+        action="exclude",
+        text=f"Leaving out {several(len(action.exclude), 'document')}: {action.cause}.",
+        batch_index=batch_index,
+        to_batch=batch_index,
+        exclude=list(action.exclude),
+        spans_read_before={doc: loader.spans_read_before(doc, batch_index) for doc in action.exclude},
+        **told,
+    )
+    keeping.open_attempt(
+        "rollback",
+        from_step=state.step,
+        from_batch=batch_index,
+        checkpoint=IN_PLACE,
+        exclude=tuple(Exclusion(document=document, from_batch=batch_index) for document in action.exclude),
+        cause=action.cause,
+    )
+    state.batch_index, state.guard = batch_index, before
 
 
 def step_before(batch_index: int, from_batch: int, from_step: int, keeping: Keeping) -> int:
