@@ -371,12 +371,13 @@ def test_facts_about_the_tokens_count_only_out_of_the_band_but_misalignment_alwa
     for facts, phrase in (
         (BatchFacts(copied=0.9), "90 % of the targets stand in the input"),
         (BatchFacts(repeated=0.3), "30 % of the tokens"),
+        (BatchFacts(duplicated=0.5), "50 % of the rows were read before in the last 64 batches"),
     ):
         assert shown_by_tokens(facts, quiet) == ""
         assert phrase in shown_by_tokens(facts, loud)
     assert shown_by_tokens(BatchFacts(), quiet, 0.5) == ""
     assert shown_by_tokens(BatchFacts(), loud, 0.5) == "50 % of the rows were read before in the last 64 batches"
-    assert shown_by_tokens(BatchFacts(copied=0.3, repeated=0.05), loud, 0.1) == ""
+    assert shown_by_tokens(BatchFacts(copied=0.3, repeated=0.05, duplicated=0.2), loud, 0.1) == ""
     assert "1 % of the targets are not the tokens shifted by one" in shown_by_tokens(BatchFacts(misaligned=0.01), ())
     assert shown_by_tokens(BatchFacts(misaligned=0.004), ()).startswith("0.4 % of the targets")
     assert shown_by_tokens(BatchFacts(misaligned=0.0005), loud) == ""

@@ -228,7 +228,8 @@ AFTER = GuardState(consecutive_skips=2, data_skips=1, rejections=2)
 
 
 def test_a_batch_shown_to_be_the_datas_fault_counts_as_such_and_no_longer_as_an_outlier() -> None:
-    verdict = conclude(AFTER, evidence(SAME, CURED, suspects=(suspect(),)), GUARDED, Record())
+    skips = replace(GUARDED, max_exclusions=0)
+    verdict = conclude(AFTER, evidence(SAME, CURED, suspects=(suspect(),)), skips, Record())
     assert isinstance(verdict.action, SkipUpdate)
     assert "d" * 16 in verdict.action.cause
     assert verdict.state == GuardState(consecutive_skips=2, data_skips=2, rejections=0)
@@ -239,12 +240,29 @@ def test_a_batch_shown_to_be_the_datas_fault_counts_as_such_and_no_longer_as_an_
     assert guess.state == AFTER
 
 
+def test_a_batch_that_one_document_alone_has_spoilt_is_read_again_without_it_once() -> None:
+    seen = evidence(SAME, CURED, suspects=(suspect(),))
+    batch = seen.signals.batch_index
+    action = conclude(AFTER, seen, GUARDED, Record()).action
+    assert isinstance(action, Rollback)
+    assert (action.to_batch, action.exclude, action.lr_event) == (batch, ("d" * 16,), None)
+    assert "read again without it" in action.cause
+    for spent in (Record(exclusions_at=(batch,)), Record(num_excluded=GUARDED.max_exclusions)):
+        assert isinstance(conclude(AFTER, seen, GUARDED, spent).action, SkipUpdate)
+    elsewhere = Record(exclusions_at=(batch - 1,), num_excluded=GUARDED.max_exclusions - 1)
+    assert isinstance(conclude(AFTER, seen, GUARDED, elsewhere).action, Rollback)
+    not_alone = evidence(SAME, replace(CURED, loss=7.0, excess=5.0), HEALTHY, suspects=(suspect(),))
+    assert isinstance(conclude(AFTER, not_alone, GUARDED, Record()).action, SkipUpdate)
+
+
 def test_what_the_tokens_show_is_counted_once() -> None:
     leaked = evidence(facts=BatchFacts(copied=0.9))
     judged = decided(GuardState(), finding(), applied=False, facts=BatchFacts(copied=0.9))
     assert judged.state.data_skips == 1
-    assert isinstance(judged.action, SkipUpdate)
-    assert conclude(GuardState(consecutive_skips=1), leaked, GUARDED, Record()).state.data_skips == 1
+    assert isinstance(judged.action, Investigate)  # which documents it was, no more
+    concluded = conclude(judged.state, leaked, GUARDED, Record())
+    assert isinstance(concluded.action, SkipUpdate)
+    assert concluded.state.data_skips == 1
 
 
 def test_a_broken_state_is_rolled_back_and_halts_when_rollbacks_are_spent() -> None:

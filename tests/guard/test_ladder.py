@@ -95,12 +95,20 @@ def test_how_long_it_has_lasted_is_said_from_the_second_skipped_step_on() -> Non
     assert unasked == SkipUpdate(cause="batch 500: loss_spike seen; probably the optimiser")
 
 
-def test_what_the_data_show_by_themselves_needs_no_pass_and_has_its_own_budget() -> None:
+def test_what_the_data_show_by_themselves_is_looked_at_once_and_has_its_own_budget() -> None:
     shown = Diagnosis(cause="data", text="90 % of the targets stand in the input", certain=True)
-    for skips, action in ((1, SkipUpdate), (3, SkipUpdate), (20, SkipUpdate), (99, SkipUpdate), (100, Halt)):
+    for skips, action in (
+        (1, Investigate),
+        (2, SkipUpdate),
+        (3, SkipUpdate),
+        (20, SkipUpdate),
+        (99, SkipUpdate),
+        (100, Halt),
+    ):
         found = after_refusal(refused(skips, cause=shown, data_skips=skips))
         assert type(found) is action, skips
-    first = after_refusal(refused(1, cause=shown, data_skips=1))
+    unasked = refused(1, cause=shown, data_skips=1, config=GuardConfig(max_investigations=0))
+    first = after_refusal(unasked)
     assert isinstance(first, SkipUpdate)
     assert "90 % of the targets stand in the input" in first.cause
     one_other = after_refusal(refused(20, cause=shown, data_skips=19))

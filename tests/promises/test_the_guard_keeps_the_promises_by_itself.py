@@ -33,6 +33,12 @@ def longer(config: RunConfig, vary: Callable[..., RunConfig]) -> RunConfig:
 
 
 @pytest.fixture
+def skipping(longer: RunConfig, vary: Callable[..., RunConfig]) -> RunConfig:
+    """The guard may leave out no document: what it refuses is skipped."""
+    return vary(longer, **{"guard.max_exclusions": 0})
+
+
+@pytest.fixture
 def new_at_26(longer: RunConfig, loader: Loader) -> str:
     """A document that no batch before 26 reads, where the baselines stand."""
     for source, _, row in loader.sample_ids(26).tolist():
@@ -81,10 +87,10 @@ def skipped(folder: Path) -> set[int]:
 
 @pytest.mark.parametrize("what", [garbage, text_with_nan_makers])
 def test_after_what_the_guard_refused_the_run_is_the_one_in_which_those_batches_predicted_nothing(
-    longer: RunConfig, new_at_26: str, tmp_path: Path, what: Callable[[], Any]
+    skipping: RunConfig, new_at_26: str, tmp_path: Path, what: Callable[[], Any]
 ) -> None:
     """To the bit: weights, moments, counters, smoothed loss, baselines, and every other row with its scores."""
-    changed = holding(longer, tmp_path / "shards", new_at_26, what())
+    changed = holding(skipping, tmp_path / "shards", new_at_26, what())
     guarded = rehearse(changed, tmp_path / "guarded", Script(poison_token=NAN_MAKER))
     gone = skipped(tmp_path / "guarded")
     assert 26 in gone
@@ -100,9 +106,9 @@ def test_after_what_the_guard_refused_the_run_is_the_one_in_which_those_batches_
 
 
 def test_the_document_that_did_it_is_named_decoded_and_the_data_are_blamed(
-    longer: RunConfig, new_at_26: str, tmp_path: Path
+    skipping: RunConfig, new_at_26: str, tmp_path: Path
 ) -> None:
-    changed = holding(longer, tmp_path / "shards", new_at_26, text_with_nan_makers())
+    changed = holding(skipping, tmp_path / "shards", new_at_26, text_with_nan_makers())
     rehearse(changed, tmp_path / "run", Script(poison_token=NAN_MAKER, stop_after=28))
     row = next(row for row in Run(tmp_path / "run").ledger.of_kind("skip") if row["batch_index"] == 26)
     assert row["diagnosis"]["cause"] == "data"
@@ -151,18 +157,44 @@ def test_a_flipped_bit_in_a_weight_is_rolled_back_and_the_end_is_that_of_the_run
     assert found.same, found.first_difference
 
 
+@pytest.mark.parametrize("stop_after", [-1, 26, 30])
+def test_a_run_whose_guard_leaves_a_document_out_is_the_run_that_never_had_it_whatever_it_held(
+    longer: RunConfig, new_at_26: str, tmp_path: Path, stop_after: int
+) -> None:
+    """To the bit, baselines and scores too, and no batch is lost; also when it is stopped right after, and goes on from disk."""
+    without = dataclasses.replace(longer.data, exclude=(Exclusion(document=new_at_26),))
+    never = rehearse(dataclasses.replace(longer, data=without), tmp_path / "never")
+    for name, what in (("garbage", garbage), ("nan", text_with_nan_makers)):
+        changed = holding(longer, tmp_path / f"{name}-shards", new_at_26, what())
+        if stop_after >= 0:
+            rehearse(changed, tmp_path / name, Script(poison_token=NAN_MAKER, stop_after=stop_after))
+        end = rehearse(changed, tmp_path / name, Script(poison_token=NAN_MAKER))
+        ledger = Run(tmp_path / name).ledger
+        (verdict,) = [row for row in ledger.of_kind("verdict") if row["action"] == "exclude"]
+        assert (verdict["batch_index"], verdict["exclude"]) == (26, [new_at_26])
+        assert verdict["spans_read_before"] == {new_at_26: 0}
+        assert verdict["diagnosis"]["cured_without"]
+        assert ledger.record.exclusions_at == (26,)
+        assert ledger.record.rollbacks == ()
+        assert skipped(tmp_path / name) == set()
+        assert (end.digests, end.step, end.batch_index) == (never.digests, never.step, never.batch_index)
+        assert end.guard == never.guard
+        found = compare(Run(tmp_path / "never"), Run(tmp_path / name))
+        assert found.same, found.first_difference
+
+
 def test_a_rollback_that_excludes_what_the_guard_refused_equals_the_run_that_never_had_it(
-    longer: RunConfig, new_at_26: str, tmp_path: Path
+    skipping: RunConfig, new_at_26: str, tmp_path: Path
 ) -> None:
     """Baselines and scores too, and whatever the excluded document holds."""
     script = Script(rollback_after=27, rollback_to=26, exclude=(new_at_26,), poison_token=NAN_MAKER)
     ends = []
     for name, what in (("garbage", garbage), ("nan", text_with_nan_makers)):
-        changed = holding(longer, tmp_path / f"{name}-shards", new_at_26, what())
+        changed = holding(skipping, tmp_path / f"{name}-shards", new_at_26, what())
         ends.append(rehearse(changed, tmp_path / name, script))
         assert [row["batch_index"] for row in Run(tmp_path / name).abandoned_rows if row.get("skipped")] == [26]
-    without = dataclasses.replace(longer.data, exclude=(Exclusion(document=new_at_26),))
-    never = rehearse(dataclasses.replace(longer, data=without), tmp_path / "never")
+    without = dataclasses.replace(skipping.data, exclude=(Exclusion(document=new_at_26),))
+    never = rehearse(dataclasses.replace(skipping, data=without), tmp_path / "never")
     for name, end in zip(("garbage", "nan"), ends, strict=True):
         assert (end.digests, end.step, end.batch_index) == (never.digests, never.step, never.batch_index)
         assert end.guard == never.guard
@@ -186,10 +218,10 @@ def test_a_run_rolled_back_by_the_guard_and_then_stopped_goes_on_in_a_fresh_proc
 
 @pytest.mark.parametrize("stop_after", [21, 25, 29])
 def test_a_run_stopped_in_the_middle_of_its_baselines_judges_on_as_the_uninterrupted_one(
-    longer: RunConfig, new_at_26: str, tmp_path: Path, stop_after: int
+    skipping: RunConfig, new_at_26: str, tmp_path: Path, stop_after: int
 ) -> None:
     """Scores, findings, diagnoses and baselines; stopped before, right before and after the batches that are refused."""
-    changed = holding(longer, tmp_path / "shards", new_at_26, garbage())
+    changed = holding(skipping, tmp_path / "shards", new_at_26, garbage())
     whole = rehearse(changed, tmp_path / "whole")
     rehearse(changed, tmp_path / "parts", Script(stop_after=stop_after))
     last = rehearse(changed, tmp_path / "parts")

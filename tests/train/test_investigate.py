@@ -57,7 +57,9 @@ def asked(batch: Batch, outcome: StepOutcome, *kinds: str) -> Judged:
         Finding(kind=kind, severity="alarm", text="seen", batch_index=batch.batch_index, onset=0, value=1.0)  # type: ignore[arg-type]
         for kind in kinds
     )
-    return Judged(batch, outcome, Verdict(state=GuardState(), action=Investigate(cause="seen"), findings=findings))
+    return Judged(
+        batch, outcome, GuardState(), Verdict(state=GuardState(), action=Investigate(cause="seen"), findings=findings)
+    )
 
 
 def every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +129,7 @@ def opened_after(run: OpenRun, count: int) -> tuple[Batch, StepOutcome]:
 
 def test_every_pass_is_what_its_name_says(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every_kind(monkeypatch)
+    monkeypatch.setattr(investigating, "accused", lambda evidence: evidence.suspects[:2])
     with open_run(config, tmp_path / "run", ALONE, notify=ignore, peak=0.0) as run:
         batch, outcome = opened_after(run, 5)
         recent = Recent(applied=Applied(4, 3.5, 1.5), known=True)
@@ -137,7 +140,7 @@ def test_every_pass_is_what_its_name_says(config: RunConfig, tmp_path: Path, mon
         assert (healthy.loss, healthy.gradient_norm) == one_pass(run.state, run.data.loader.batch(4), run.setup)
         assert healthy.excess == healthy.loss - 3.5
         assert healthy.gradient_before == 1.5
-        excluded = [Exclusion(document=suspect.document) for suspect in evidence.suspects]
+        excluded = [Exclusion(document=suspect.document) for suspect in evidence.suspects[:2]]
         without = run.data.loader.batch(5, excluded)
         assert 0 < without.num_targets < batch.num_targets
         removed = by_kind["without_suspects"]

@@ -89,6 +89,7 @@ BOUNDS: Mapping[str, Bound] = {
     "guard.thresholds.gradient_ratio": AT_LEAST_1,
     "guard.thresholds.clip_sigmas": ABOVE_0,
     "guard.thresholds.update_ratio": AT_LEAST_1,
+    "guard.thresholds.update_share": ABOVE_0,
     "guard.thresholds.slow_nats": ABOVE_0,
     "guard.thresholds.slow_steps": AT_LEAST_1,
     "guard.thresholds.logit_warning": ABOVE_0,

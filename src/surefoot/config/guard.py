@@ -20,10 +20,12 @@ class Thresholds:
     """Logarithm of the gradient norm above its trend, to refuse an update."""
     gradient_ratio: float = 6.0
     """And at least so many times its trend."""
-    clip_sigmas: float = 5.0
-    """Logarithm of the gradient norm above its trend, to clip harder; and at least twice its trend."""
+    clip_sigmas: float = 7.0
+    """Logarithm of the gradient norm above its trend, to clip harder; and at least three times its trend."""
     update_ratio: float = 3.0
     """Measured update over learning rate, against its trend, either way; and beyond gradient_sigmas of its own."""
+    update_share: float = 0.1
+    """Update over weights, of hidden or output matrices, beyond which the rate is too high for them, or the warm-up too short."""
     slow_nats: float = 0.1
     """Smoothed loss above its best, nats per token."""
     slow_steps: int = 20

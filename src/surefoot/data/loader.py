@@ -44,6 +44,8 @@ class Batch:
     """Documents blanked in the whole batch, sorted."""
     num_masked: int = 0
     """Tokens of this rank blanked because they repeat themselves (``data.repetition``), exclusions aside."""
+    duplicated: float = 0.0
+    """Share of the whole batch's rows that were read lately under another name; filled in by the loop, which remembers them."""
 
 
 class Loader:

@@ -7,7 +7,7 @@ from surefoot.config.guard import Thresholds
 from surefoot.guard.baseline import Baseline
 from surefoot.guard.finding import Finding
 from surefoot.guard.lasting import Lasting
-from surefoot.guard.limits import LEAKED, MISALIGNED
+from surefoot.guard.limits import DUPLICATED, LEAKED, MISALIGNED
 from surefoot.guard.signals import BatchFacts, StepSignals
 from surefoot.guard.spikes import LOSS_FLOOR
 
@@ -65,10 +65,28 @@ def misaligned(signals: StepSignals) -> Finding | None:
 def evidence(facts: BatchFacts, copied: Share, repeated: Share) -> tuple[str, str]:
     """(which fact, the phrase that says it) where the tokens themselves are unlike those before; ("", "") otherwise."""
     if copied.stands_out(facts.copied):
+        if repeated.stands_out(facts.repeated):
+            return "copied", f"{facts.repeated:.1%} of the tokens repeat a short period (usually {repeated.mean:.1%})"
         return "copied", f"{facts.copied:.1%} of the targets equal their own input token (usually {copied.mean:.1%})"
     if repeated.stands_out(facts.repeated):
         return "repeated", f"{facts.repeated:.1%} of the tokens repeat a short period (usually {repeated.mean:.1%})"
     return "", ""
+
+
+def duplicated(signals: StepSignals, usual: Share) -> Finding | None:
+    """An alarm where rows come again under new names: the loss says so only once the model knows them by heart."""
+    share = signals.facts.duplicated
+    if not (share > DUPLICATED and usual.stands_out(share)):
+        return None
+    return Finding(
+        kind="too_good",
+        severity="alarm",
+        text=f"{share:.0%} of the rows were read before under another name in the last 64 batches",
+        batch_index=signals.batch_index,
+        onset=signals.batch_index,
+        value=share,
+        where="duplicated",
+    )
 
 
 def too_good(signals: StepSignals, loss: Baseline, thresholds: Thresholds, fact: tuple[str, str]) -> Finding | None:
@@ -92,7 +110,7 @@ def _leak(signals: StepSignals, phrase: str) -> Finding:
     return Finding(
         kind="too_good",
         severity="alarm",
-        text=f"{phrase}: the answer stands in the input",
+        text=phrase,
         batch_index=signals.batch_index,
         onset=signals.batch_index,
         value=signals.facts.copied,

@@ -7,7 +7,7 @@ from typing import Any
 from surefoot.config.guard import Thresholds
 from surefoot.guard.attention import attention_growth, entropy_collapse
 from surefoot.guard.baseline import Baseline
-from surefoot.guard.data_facts import Share, evidence, loss_floor, misaligned, too_good, unexplained_drop
+from surefoot.guard.data_facts import Share, duplicated, evidence, loss_floor, misaligned, too_good, unexplained_drop
 from surefoot.guard.document_losses import DocumentLoss, add_domains, usual_loss
 from surefoot.guard.finding import Finding
 from surefoot.guard.held_out import HeldOut, validation
@@ -28,7 +28,7 @@ from surefoot.guard.spikes import (
     spikes,
 )
 from surefoot.guard.updates import Updates, optimizer_steps, update_size, update_z
-from surefoot.guard.weights import activation_explosion, broken_weights, stale_second_moment
+from surefoot.guard.weights import activation_explosion, broken_weights, stale_second_moment, update_ratio
 
 LONG_GAP = 64
 """Steps missing from a log after which its level is opened anew (where gaps have not been as long before)."""
@@ -69,6 +69,7 @@ class DetectorState:
     updates: Updates = Updates()
     copied: Share = Share()
     repeated: Share = Share()
+    duplicated: Share = Share()
     slow: Best = Best()
     creep: Best = Best()
     drift: Drift = Drift()
@@ -110,6 +111,7 @@ def limits_of(state: DetectorState, thresholds: Thresholds, regime: int | None =
         loss_floor=loss_floor(state.loss, thresholds),
         copied=state.copied.limit(),
         repeated=state.repeated.limit(),
+        duplicated=state.duplicated.limit(),
     )
 
 
@@ -121,7 +123,12 @@ def observe_step(state: DetectorState, signals: StepSignals, thresholds: Thresho
     scores = _scores(state, signals)
     fact = evidence(signals.facts, state.copied, state.repeated)
     found = _nonfinite(signals)
-    found += [finding for finding in (misaligned(signals), too_good(signals, state.loss, thresholds, fact)) if finding]
+    by_tokens = (
+        misaligned(signals),
+        duplicated(signals, state.duplicated),
+        too_good(signals, state.loss, thresholds, fact),
+    )
+    found += [finding for finding in by_tokens if finding]
     limits = limits_of(state, thresholds)
     found += spikes(signals, limits, state.loss, state.document, state.gradient, fact)
     if found or not signals.applied or not signals.finite:
@@ -141,6 +148,7 @@ def observe_step(state: DetectorState, signals: StepSignals, thresholds: Thresho
         updates=update_size(state.updates, signals, thresholds, lasting),
         copied=state.copied.add(signals.facts.copied),
         repeated=state.repeated.add(signals.facts.repeated),
+        duplicated=state.duplicated.add(signals.facts.duplicated),
         slow=slow_spike(state.slow, signals, state.loss.above, thresholds, slow),
         creep=gradient_creep(state.creep, log_norm(signals.gradient_norm), signals, lasting),
         drift=logit_drift(state.drift, signals, lasting),
@@ -157,6 +165,7 @@ def observe_probe(state: DetectorState, probe: ProbeSignals, thresholds: Thresho
     lasting = Lasting(state.active)
     view = ProbeView(probe, state.batch_index, thresholds, total_steps, dict(state.probes), lasting)
     broken_weights(view)
+    update_ratio(view)
     activation_explosion(view)
     attention_growth(view)
     entropy_collapse(view)
@@ -188,6 +197,7 @@ def accept_level(state: DetectorState) -> DetectorState:
         gradient=state.gradient.accept_level(),
         copied=Share(),
         repeated=Share(),
+        duplicated=Share(),
         slow=Best(),
     )
 
@@ -198,7 +208,13 @@ def _in_regime(state: DetectorState, regime: int | None) -> DetectorState:
         return state
     opened = _reopened(state)
     return replace(
-        opened, regime=regime, embedding=state.embedding.reopen(), copied=Share(), repeated=Share(), creep=Best()
+        opened,
+        regime=regime,
+        embedding=state.embedding.reopen(),
+        copied=Share(),
+        repeated=Share(),
+        duplicated=Share(),
+        creep=Best(),
     )
 
 

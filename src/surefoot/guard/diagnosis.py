@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from surefoot.guard.actions import Cause
 from surefoot.guard.broken_state import broken_by, built_up, optimiser_marks, suspicious_weight, weights_broken
-from surefoot.guard.evidence import Diagnosis, Evidence, PassKind, PassResult
+from surefoot.guard.evidence import Diagnosis, Evidence, PassKind, PassResult, Suspect
 from surefoot.guard.finding import Finding, Kind
 from surefoot.guard.limits import LEAKED, MISALIGNED
+from surefoot.guard.pass_results import cured, differs, fine
 from surefoot.guard.signals import BatchFacts
 from surefoot.guard.suspects import stands_out
 
@@ -15,14 +16,6 @@ REPEATED = 0.1
 """Share of tokens in an n-gram flood; banners and tables reach a few per cent."""
 REREAD = 0.25
 """Share of rows read again within 64 batches; a shuffled epoch has none."""
-LEAST_EXCESS = 0.2
-"""Nats per token above normal that a pass may have and still count as healthy,"""
-EXCESS_LEFT = 0.25
-"""or so much of the refused step's own excess, whichever is more."""
-SAME_GRADIENT = 2.0
-"""Times its gradient norm when it was applied, within which a healthy batch is as it was."""
-NOISE_FLOORS = 3.0
-"""A repeated pass differs when it is so many times the noise of repeating away."""
 
 OUTSIDE: frozenset[Kind] = frozenset({"nonfinite", "loss_spike", "document_spike", "gradient_spike", "too_good"})
 """Findings that say the batch is out of its band: facts about its tokens count as the reason only together with one."""
@@ -81,19 +74,20 @@ def shown_by_tokens(facts: BatchFacts, findings: Sequence[Finding], reread: floa
         return ""
     if leak := next((f for f in findings if f.kind == "too_good" and f.severity == "alarm"), None):
         return leak.text
-    if facts.copied > LEAKED:
-        return f"{_percent(facts.copied)} of the targets stand in the input at their own place: the answer leaks"
     if facts.repeated > REPEATED:
         return f"{_percent(facts.repeated)} of the tokens are a few repeated over and over"
-    if reread > REREAD:
-        return f"{_percent(reread)} of the rows were read before in the last 64 batches"
+    if facts.copied > LEAKED:
+        return f"{_percent(facts.copied)} of the targets stand in the input at their own place: the answer leaks"
+    if (again := max(reread, facts.duplicated)) > REREAD:
+        return f"{_percent(again)} of the rows were read before in the last 64 batches"
     return ""
 
 
 def next_pass(evidence: Evidence, budget: int) -> PassKind | None:
     """The pass worth taking next, or None when no answer is worth one; ``budget`` counts those taken, too.
 
-    Nothing to ask: the tokens or the weights show it already, or the update was applied, so that the weights are others now. Otherwise
+    Nothing to ask: the weights show it already, or the update was applied, so that the weights are others now. Where the tokens show it, only
+    whether the batch is healthy without the documents that are accused. Otherwise
 
     1. same_batch. Differs -> hardware, done.
     2. Reproducible, and suspects stand out -> without_suspects. Cured -> data, done.
@@ -113,15 +107,16 @@ def _worth_asking(evidence: Evidence) -> PassKind | None:
     """The tree, for an update that was refused."""
     if weights_broken(evidence.probe, evidence.probes_before):
         return None
+    without = evidence.result("without_suspects")
     if shown_by_tokens(evidence.signals.facts, evidence.findings, evidence.reread):
-        return None
+        asked = without is not None or evidence.signals.facts.misaligned > MISALIGNED
+        return None if asked or not accused(evidence) else "without_suspects"
     same = evidence.result("same_batch")
     if same is None:
         return "same_batch"
     if differs(same, evidence):
         return None
-    suspected = any(map(stands_out, evidence.suspects))
-    without = evidence.result("without_suspects")
+    suspected = bool(accused(evidence))
     if suspected and without is None:
         return "without_suspects"
     if without is not None and cured(without, evidence):
@@ -153,8 +148,7 @@ def _where_in_the_batch(evidence: Evidence, suspected: bool) -> PassKind | None:
 def diagnose(evidence: Evidence) -> Diagnosis:
     """The likely cause, by the strongest evidence there is: tokens, weights, passes in the order they are taken, then the findings alone."""
     if shown := shown_by_tokens(evidence.signals.facts, evidence.findings, evidence.reread):
-        odd = tuple(s for s in evidence.suspects if s.reasons)
-        return Diagnosis(cause="data", text=shown, suspects=odd, certain=True)
+        return _shown(shown, evidence)
     if broken := weights_broken(evidence.probe, evidence.probes_before):
         marks = optimiser_marks(evidence)
         cause: Cause = "optimiser" if marks else "hardware"
@@ -169,7 +163,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         return Diagnosis(cause="hardware", text=text, certain=True)
     without = evidence.result("without_suspects")
     if without is not None and cured(without, evidence):
-        did = tuple(s for s in evidence.suspects if stands_out(s))
+        did = accused(evidence)
         text = f"without {_documents(len(did))} the batch is healthy again ({_numbers(without.loss, without.gradient_norm)})"
         return Diagnosis(cause="data", text=text, suspects=did, certain=True, cured_without=True)
     healthy = evidence.result("healthy_batch")
@@ -180,47 +174,20 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     return _bad_batch(evidence)
 
 
-def differs(again: PassResult, evidence: Evidence) -> bool:
-    """The same batch at the same weights gave other numbers than noise explains: bits, where there is no noise."""
-    if again.same_bits:
-        return False
-    pairs = ((evidence.signals.loss, again.loss), (evidence.signals.gradient_norm, again.gradient_norm))
-    return any(_apart(was, now) > NOISE_FLOORS * evidence.noise for was, now in pairs)
+def accused(evidence: Evidence) -> tuple[Suspect, ...]:
+    """The suspects that ``without_suspects`` blanks: those whose loss stands out, or where the tokens show what is wrong, those with
+    odd text."""
+    shown = shown_by_tokens(evidence.signals.facts, evidence.findings, evidence.reread)
+    return tuple(s for s in evidence.suspects if (s.reasons if shown else stands_out(s)))
 
 
-def _apart(was: float, now: float) -> float:
-    """Relative difference; 0 between any two numbers that are not finite."""
-    if not math.isfinite(was) or not math.isfinite(now):
-        return 0.0 if math.isfinite(was) == math.isfinite(now) else math.inf
-    return abs(was - now) / max(abs(was), abs(now)) if was != now else 0.0
-
-
-def cured(result: PassResult, evidence: Evidence) -> bool:
-    """Nothing of what the update was refused for is left: finite, the excess of loss gone, the gradient no longer beyond normal."""
-    signals = evidence.signals
-    left = result.excess if math.isfinite(evidence.expected_loss) else math.nan
-    if math.isnan(left) and any(f.kind == "loss_spike" for f in evidence.findings):
-        # Nothing to measure by but the refused loss itself.
-        left = 0.0 if not result.loss > signals.loss - LEAST_EXCESS else math.inf
-    allowed = LEAST_EXCESS
-    if math.isfinite(signals.loss - evidence.expected_loss):
-        allowed = max(allowed, EXCESS_LEFT * (signals.loss - evidence.expected_loss))
-    return result.finite and not left > allowed and _calm(result, evidence)
-
-
-def fine(healthy: PassResult, evidence: Evidence) -> bool:
-    """A batch that was healthy still is, so the weights are."""
-    as_before = healthy.gradient_norm <= SAME_GRADIENT * healthy.gradient_before
-    return healthy.finite and not healthy.excess > LEAST_EXCESS and (as_before or _calm(healthy, evidence))
-
-
-def _calm(result: PassResult, evidence: Evidence) -> bool:
-    """The gradient is nearer to normal than to what was refused (as ratios), where it was refused for its size."""
-    spike = next((f for f in evidence.findings if f.kind == "gradient_spike" and math.isfinite(f.value)), None)
-    if spike is None:
-        return True
-    limit = math.sqrt(spike.value * spike.normal) if spike.normal > 0 else spike.value / 4
-    return not result.gradient_norm > limit
+def _shown(shown: str, evidence: Evidence) -> Diagnosis:
+    """The tokens show it; whether the accused alone did it, a pass may have said."""
+    without = evidence.result("without_suspects")
+    alone = without is not None and cured(without, evidence)
+    did = accused(evidence)
+    text = f"{shown}; without {_documents(len(did))} the batch is healthy" if alone else shown
+    return Diagnosis(cause="data", text=text, suspects=did, certain=True, cured_without=alone)
 
 
 def _broken(evidence: Evidence, healthy: PassResult) -> Diagnosis:

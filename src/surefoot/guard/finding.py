@@ -10,6 +10,7 @@ Kind = Literal[
     "gradient_spike",
     "slow_spike",
     "update_size",
+    "update_ratio",
     "optimizer_steps",
     "stale_second_moment",
     "embedding_gradient",

@@ -184,7 +184,8 @@ def decide(
 def conclude(state: GuardState, evidence: Evidence, config: GuardConfig, record: Record) -> Verdict:
     """The verdict after an investigation; ``state`` is the one that ``judge`` returned with Investigate."""
     found = diagnose(evidence)
-    if found.cause == "data" and found.certain and not evidence.signals.applied:
+    counted = bool(shown_by_tokens(evidence.signals.facts, evidence.findings))
+    if found.cause == "data" and found.certain and not evidence.signals.applied and not counted:
         state = replace(state, data_skips=state.data_skips + 1, rejections=0)
     now = Situation(
         signals=evidence.signals,

@@ -13,6 +13,7 @@ from surefoot.guard.actions import Action, ClipHarder, Halt, Investigate, LrEven
 from surefoot.guard.advice import ADVICE, AFTER_DIPS, seen
 from surefoot.guard.evidence import Diagnosis
 from surefoot.guard.finding import Finding, Kind
+from surefoot.guard.limits import MISALIGNED
 from surefoot.guard.record import Record
 from surefoot.guard.retreat import repeats, target
 from surefoot.guard.signals import StepSignals
@@ -81,6 +82,8 @@ def after_refusal(now: Situation) -> Action:
         )
     if now.broken:
         return roll_back(now, now.signals.batch_index - now.skips, now.broken)
+    if shown_data and now.skips == 1 and now.signals.facts.misaligned <= MISALIGNED and _may_investigate(now):
+        return Investigate(cause=f"{now.seen}; the data are at fault: {now.cause.text}")
     if shown_data:
         return SkipUpdate(cause=f"{now.seen}; the data are at fault: {now.cause.text}")
     if now.skips in (1, LOOK_AGAIN) and _may_investigate(now):

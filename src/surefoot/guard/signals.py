@@ -22,7 +22,7 @@ class DomainStats:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFacts:
-    """What the tokens of the whole batch say without the model; shares are of predicted tokens, between 0 and 1."""
+    """What the tokens of the whole batch say without the model; shares are between 0 and 1, of predicted tokens unless said otherwise."""
 
     misaligned: float = 0.0
     """Targets that are not the next token of their own row (the last token of a row cannot be checked)."""
@@ -30,6 +30,9 @@ class BatchFacts:
     """Targets equal to their own input token: a few per cent in text, nearly all when the target leaks."""
     repeated: float = 0.0
     """Tokens inside a run of at least 32 repetitions of a period of 1 to 13 tokens (the published rule, OLMo 2 arXiv:2501.00656)."""
+    duplicated: float = 0.0
+    """Share of the rows whose tokens were also read in this batch or the last 64 under another (source, row). An epoch that reads a row again
+    under its own number does not count, nor does a row mostly blank or of one token."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,10 @@ LOSS_FLOOR = 0.01
 """Least standard deviation of a loss, nats: logs in bf16 move in steps of 1/32, and most of their steps are the same."""
 NORM_FLOOR = 0.02
 """Least standard deviation of the logarithm of a norm."""
-CLIP_RATIO = 2.0
+CLIP_RATIO = 3.0
 """The least over its trend that is clipped harder."""
+FAR_RATIO = 10.0
+"""Times its trend from which half of the sigmas are enough to refuse an update: where batches are small, the spread is wide."""
 LARGEST_EXPONENT = 88.0
 """exp of it is about the largest fp32 number."""
 
@@ -28,11 +30,13 @@ def log_norm(norm: float) -> float:
 
 def spike_limits(loss: Baseline, document: Baseline, gradient: Baseline, thresholds: Thresholds) -> Limits:
     """Where alarm begins: the device refuses beyond exactly these, so they are numbers that fp32 holds."""
+    far = gradient.upper(thresholds.gradient_sigmas / 2, math.log(FAR_RATIO), NORM_FLOOR)
+    high = min(far, gradient.upper(thresholds.gradient_sigmas, math.log(thresholds.gradient_ratio), NORM_FLOOR))
     return Limits(
         loss=_fp32(loss.upper(thresholds.loss_sigmas, thresholds.loss_nats, LOSS_FLOOR)),
         document_loss=_fp32(document.upper(thresholds.document_sigmas, thresholds.document_nats, LOSS_FLOOR)),
-        gradient_norm=_exp(gradient.upper(thresholds.gradient_sigmas, math.log(thresholds.gradient_ratio), NORM_FLOOR)),
-        clip_norm=_exp(gradient.upper(thresholds.clip_sigmas, math.log(CLIP_RATIO), NORM_FLOOR)),
+        gradient_norm=_exp(high),
+        clip_norm=_exp(min(high, gradient.upper(thresholds.clip_sigmas, math.log(CLIP_RATIO), NORM_FLOOR))),
     )
 
 

@@ -10,6 +10,9 @@ from surefoot.guard.lasting import Lasting
 from surefoot.guard.signals import StepSignals
 from surefoot.guard.spikes import NORM_FLOOR, log_norm
 
+LARGER = 2.0
+"""Times the largest of the last ``SIZES`` updates in line, which an update must exceed to be too large, whatever its rate says."""
+SIZES = 64
 RATE_SHARE = 0.01
 """Of the highest learning rate so far: below it updates may vanish in the rounding of the weights, and are not judged."""
 
@@ -21,6 +24,8 @@ class Updates:
     baseline: Baseline = Baseline()
     """Of the logarithm of measured size over learning rate."""
     highest_lr: float = 0.0
+    sizes: tuple[float, ...] = ()
+    """Measured sizes of the last updates in line, oldest first: what the weights have borne."""
 
 
 def update_z(updates: Updates, signals: StepSignals) -> float:
@@ -35,7 +40,8 @@ def _log_ratio(signals: StepSignals) -> float:
 def update_size(updates: Updates, signals: StepSignals, thresholds: Thresholds, lasting: Lasting) -> Updates:
     """The usual size with this update's; an alarm where it is out of line with the learning rate, either way, or nothing has moved at all.
 
-    Sizes out of line do not count, unless there are so many in a row that they are what is usual now.
+    Sizes out of line do not count, unless there are so many in a row that they are what is usual now. One that is large for its rate and no
+    larger than those before it does no harm, as where the rate was dipped against it: that is a warning.
     """
     if not (0 < signals.lr <= LARGEST and math.isfinite(signals.update_size)):
         return updates
@@ -49,9 +55,17 @@ def update_size(updates: Updates, signals: StepSignals, thresholds: Thresholds, 
     high = baseline.upper(thresholds.gradient_sigmas, least, NORM_FLOOR)
     low = baseline.lower(thresholds.gradient_sigmas, least, NORM_FLOOR)
     outside = not low <= ratio <= high  # so it is when nothing moved: zero has no logarithm, and NaN lies nowhere
-    lasting.see("update_size", outside, False, lambda: _out_of_line(signals, baseline, ratio))
+    harmless = ratio > high and signals.update_size <= LARGER * max(updates.sizes, default=0.0)
+    lasting.see("update_size", outside and not harmless, False, lambda: _out_of_line(signals, baseline, ratio))
+    lasting.see(
+        "update_size/warning",
+        outside and harmless,
+        False,
+        lambda: replace(_out_of_line(signals, baseline, ratio), severity="warning"),
+    )
     if not outside:
-        return replace(updates, baseline=baseline.accept(ratio))
+        sizes = (*updates.sizes[1 - SIZES :], signals.update_size)
+        return replace(updates, baseline=baseline.accept(ratio), sizes=sizes)
     baseline = baseline.reject(ratio)
     full = len(baseline.rejected) >= MAX_REJECTED
     return replace(updates, baseline=baseline.accept_level() if full else baseline)

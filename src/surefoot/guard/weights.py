@@ -9,8 +9,10 @@ STALE_EXPONENT = 0.362
 """RMS_t's threshold is its ceiling to this power: the published 2.3 of beta2 = 0.99 (ceiling 10), 1.7 of 0.95, 3.5 of 0.999."""
 STALE_RATIO = 1.5
 """And so many times what the role has had."""
+MATRICES = ("hidden", "output", "expert", "latent")
+"""Roles of so many elements that the mean over them is steady from step to step; the few gains and biases of a model are not."""
 ACTIVATION_RATIO = 10.0
-"""Root mean square of a layer's residual stream, over what it has been."""
+"""Root mean square of a layer's residual stream, over the largest it has been in the probes remembered."""
 OUTLIER_RATIO = 8.0
 """Growth of a role's largest weight (over its tensor's root mean square) since the last probe."""
 OUTLIER_LEAST = 20.0
@@ -18,7 +20,7 @@ OUTLIER_LEAST = 20.0
 NORM_RATIO = 3.0
 """Growth of a role's weight norm since the last probe."""
 SEEN = 3
-"""Earlier probes without which a weight norm is not compared: what starts at zero grows fast."""
+"""Earlier probes without which weight norms and activations are not compared: what starts near zero grows fast."""
 
 
 def stale_second_moment(view: ProbeView) -> None:
@@ -28,7 +30,7 @@ def stale_second_moment(view: ProbeView) -> None:
     limit = (1 - view.probe.beta2) ** (-STALE_EXPONENT / 2)
     for role in view.probe.roles:
         earlier = view.values_before(f"rms_t/{role.role}")
-        if math.isnan(role.rms_t) or not earlier:
+        if role.role not in MATRICES or math.isnan(role.rms_t) or not earlier:
             continue
         usual = median(earlier)
         text = f"second moment of {role.role} weights is stale: RMS_t {role.rms_t:.3g}, usually {usual:.3g}, limit {limit:.3g} at beta2 {view.probe.beta2:g}"
@@ -36,8 +38,22 @@ def stale_second_moment(view: ProbeView) -> None:
         view.see("stale_second_moment", "warning", role.role, begins, role.rms_t > limit, text, role.rms_t, usual)
 
 
+def update_ratio(view: ProbeView) -> None:
+    """An alarm where one update is a large share of the weights it moves: the rate is too high for them, or the warm-up too short."""
+    limit = view.thresholds.update_share
+    for role in view.probe.roles:
+        value = role.update_ratio
+        if role.role not in MATRICES or math.isnan(value):
+            continue
+        text = f"one update is {value:.2g} times the size of {role.role} weights, beyond {limit:g}: the rate is too high or the warm-up too short"
+        view.escalate("update_ratio", role.role, value > limit, value > limit / 2, text, value, limit, value / limit)
+
+
 def activation_explosion(view: ProbeView) -> None:
-    """An alarm where a layer's activations are ten times what they were, or not finite although other layers' are measured."""
+    """An alarm where a layer's activations are ten times the largest they have been, or not finite although other layers' are measured.
+
+    In health they grow a hundredfold over the first tens of steps, but never tenfold from the third probe to the fourth, or later.
+    """
     measured = any(math.isfinite(layer.activation_rms) for layer in view.probe.layers)
     for layer in view.probe.layers:
         value = layer.activation_rms
@@ -46,12 +62,11 @@ def activation_explosion(view: ProbeView) -> None:
         if math.isnan(value) and not broken:
             continue
         earlier = view.values_before(f"activation_rms/{layer.layer}")
-        usual = median(earlier) if earlier else 0.0
-        begins = broken or (usual > 0 and value > ACTIVATION_RATIO * usual)
-        text = f"activations after {where} have root mean square {value:.3g}, before {usual:.3g}"
-        view.see(
-            "activation_explosion", "alarm", where, begins, value > ACTIVATION_RATIO * usual / 2, text, value, usual
-        )
+        largest = max(earlier, default=0.0)
+        begins = broken or (len(earlier) >= SEEN and value > ACTIVATION_RATIO * largest > 0)
+        lasts = value > ACTIVATION_RATIO * largest / 2
+        text = f"activations after {where} have root mean square {value:.3g}, before at most {largest:.3g}"
+        view.see("activation_explosion", "alarm", where, begins, lasts, text, value, largest)
 
 
 def broken_weights(view: ProbeView) -> None:

@@ -54,6 +54,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("data/misaligned", "share", "same", "targets that are not the next token of their row; 0 in sound data"),
     Metric("data/copied", "share", "same", "targets equal to their own input token; near 1 where the target leaks"),
     Metric("data/repeated", "share", "same", "tokens in floods: 1 to 13 tokens repeated at least 32 times in a row"),
+    Metric("data/duplicated", "share", "same", "rows also read under another number in this batch or the last 64"),
     Metric("guard/loss_zscore", "1", "same", "loss above its trend, in robust standard deviations"),
     Metric("guard/document_zscore", "1", "same", "largest document loss above its trend, likewise"),
     Metric("guard/gradient_zscore", "1", "same", "logarithm of the gradient norm above its trend, likewise"),

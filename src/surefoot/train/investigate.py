@@ -18,7 +18,7 @@ from surefoot.config.run import RunConfig
 from surefoot.data.loader import Batch
 from surefoot.data.tokenizer import load_tokenizer
 from surefoot.guard.detectors import expected_document_loss
-from surefoot.guard.diagnosis import next_pass
+from surefoot.guard.diagnosis import accused, next_pass
 from surefoot.guard.evidence import Evidence, PassKind, PassResult
 from surefoot.guard.guard import Verdict
 from surefoot.guard.signals import MISSING, ProbeSignals, RoleProbe
@@ -173,7 +173,7 @@ def take(
         with widened(state):
             loss, norm = one_pass(state, batch, setup)
     elif kind == "without_suspects":
-        names = tuple(suspect.document for suspect in evidence.suspects)
+        names = tuple(suspect.document for suspect in accused(evidence))
         loss, norm = one_pass(state, without_documents(batch, names, data.loader, world), setup)
     else:
         loss, norm = one_pass(state, half(batch, int(kind == "second_half"), eos_id, world.rank), setup)

@@ -18,6 +18,7 @@ from surefoot.train.investigate import Recent, investigate
 from surefoot.train.keeping import Keeping
 from surefoot.train.manifest import CheckpointError
 from surefoot.train.probes import probe_metrics, probe_rows, take_probe
+from surefoot.train.row_memory import RowMemory
 from surefoot.train.rows import Pace, Watcher, describe, due, regime, speed, tell
 from surefoot.train.setup import Setup
 from surefoot.train.snapshot import SnapshotRing
@@ -41,7 +42,9 @@ def train(
     Every ending but a halt leaves a checkpoint of its last state; CheckpointError when that cannot be written.
     """
     config, world = setup.config, setup.world
-    snapshots = SnapshotRing(config.guard.snapshots)
+    snapshots, memory = SnapshotRing(config.guard.snapshots), RowMemory()
+    # A fault right after a resume has a state to go back to.
+    snapshots.take(state)
     recent, pace = Recent(), Pace()
     first = True
     while state.step < config.steps:
@@ -51,7 +54,7 @@ def train(
         if first:
             prove_first_batch(batch, data.loader, keeping.ledger.exclusions, world)
             first = False
-        outcome = step_within_limits(state, batch, setup, data, keeping, stop)
+        outcome = step_within_limits(state, batch, setup, data, keeping, stop, memory)
         probe, probing = look_inside(state, setup, data, outcome)
         verdict = judge(state.guard, outcome.signals, config.guard, keeping.ledger.record, probe, config.steps)
         seconds = time.perf_counter() - begun - probing
@@ -83,13 +86,19 @@ def train(
 
 
 def step_within_limits(
-    state: TrainState, batch: Batch, setup: Setup, data: TrainingData, keeping: Keeping, stop: StopRequest
+    state: TrainState,
+    batch: Batch,
+    setup: Setup,
+    data: TrainingData,
+    keeping: Keeping,
+    stop: StopRequest,
+    memory: RowMemory,
 ) -> StepOutcome:
-    """One step under the guard's limits and the ledger's LR events."""
+    """One step under the guard's limits and the ledger's LR events, its rows compared with those read lately."""
     number = regime(setup.config.data, data.loader.batch_starts, batch.batch_index)
     return train_step(
         state,
-        batch,
+        replace(batch, duplicated=memory.duplicated(batch, data.loader, keeping.ledger.exclusions, setup.world)),
         setup,
         limits=limits(state.guard, setup.config.guard, number),
         lr_changes=keeping.ledger.lr_events,

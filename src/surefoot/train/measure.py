@@ -87,6 +87,7 @@ def count(batch: Batch, world: World, *, stop_asked: bool) -> Counts:
             misaligned=total.misaligned / max(total.checked, 1),
             copied=total.copied / max(targets, 1.0),
             repeated=total.repeated / max(targets, 1.0),
+            duplicated=batch.duplicated,
         ),
     )
 

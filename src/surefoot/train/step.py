@@ -176,6 +176,7 @@ def _metrics(signals: StepSignals, smoothed_loss: float) -> dict[str, float]:
         "data/misaligned": signals.facts.misaligned,
         "data/copied": signals.facts.copied,
         "data/repeated": signals.facts.repeated,
+        "data/duplicated": signals.facts.duplicated,
     }
     if any(domain.num_documents for domain in signals.domains):
         metrics["train/document_loss_max"] = signals.document_loss_max
