@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from surefoot.guard.baseline import KEPT, LINE, SETTLED, WINDOW, Baseline, forecast, median
+from surefoot.guard.baseline import FADE, KEPT, LINE, SETTLED, WINDOW, Baseline, forecast, median
 from tolerances import SPREAD_SHARE, TREND_NATS
 
 
@@ -60,7 +60,27 @@ def test_no_verdict_before_there_is_a_spread_and_a_wider_band_while_it_is_new() 
     young, old = fed(values[: 2 * SETTLED]), fed(values)
     assert young.upper(8, 0.2, 0.01) < math.inf
     assert young.width() == 2.0
+    assert 1.4 < fed(values[: SETTLED + WINDOW // 2]).width() < 1.7
     assert old.width() == 1.0
+
+
+def test_a_band_may_leave_room_for_healthy_outliers_which_fade_and_never_more_than_twice_its_width() -> None:
+    baseline = fed(noise(200))
+    away = baseline.upper(8, 0.2, 0.01) - baseline.center
+    once = baseline.accept(baseline.center + 0.25)
+    assert once.peak == pytest.approx(0.25)
+    assert once.upper(8, 0.2, 0.01) - once.center == pytest.approx(away, rel=SPREAD_SHARE)  # only where it is asked for
+    assert once.upper(8, 0.2, 0.01, 1.5) - once.center == pytest.approx(1.5 * 0.25)
+    far = baseline.accept(baseline.center + 50.0)
+    width = far.upper(8, 0.2, 0.01) - far.center
+    assert far.upper(8, 0.2, 0.01, 1.5) - far.center == pytest.approx(2 * width)
+    for value in noise(700):
+        once = once.accept(value)
+    assert 0.1 < once.peak < 0.15
+    for other in (far.reopen(), far.reject(9.0).accept_level()):
+        assert other.peak == far.peak
+    below = baseline.accept(baseline.center - 50.0)
+    assert below.peak == baseline.peak * (1 - FADE)
 
 
 def test_missing_and_infinite_values_change_nothing() -> None:

@@ -396,6 +396,18 @@ def test_what_the_tokens_show_names_the_documents_that_are_odd() -> None:
     assert [s.document for s in found.suspects] == ["d" * 16]
 
 
+def test_of_rows_that_came_again_no_document_is_tried_without() -> None:
+    """The batch's loss is healthy with any documents and without: the pass would acquit none and blank the odd ones."""
+    again = evidence(
+        facts=BatchFacts(duplicated=1.0), suspects=(suspect(),), findings=(finding("too_good", where="duplicated"),)
+    )
+    assert next_pass(again, 6) is None
+    found = diagnose(again)
+    assert (found.cause, found.certain, found.cured_without) == ("data", True, False)
+    flooded = evidence(facts=BatchFacts(repeated=0.4), suspects=(suspect(),))
+    assert next_pass(flooded, 6) == "without_suspects"
+
+
 def test_without_any_pass_the_findings_and_suspects_speak() -> None:
     found = diagnose(evidence(suspects=(suspect(),), findings=(finding("gradient_spike"),)))
     assert (found.cause, found.certain) == ("data", False)

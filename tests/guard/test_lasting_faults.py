@@ -1,5 +1,6 @@
 """Faults that last: slow spikes, updates out of line, frozen and creeping gradients, drifting logits, leaked and repeated data."""
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from guard_series import THRESHOLDS, Watch, calm, falling, step
-from surefoot.guard.detectors import limits_of, observe_step
+from surefoot.guard.detectors import DetectorState, limits_of, observe_step
 from surefoot.guard.finding import Finding
 from surefoot.guard.limits import Limits
 from surefoot.guard.signals import BatchFacts, StepSignals
@@ -103,6 +104,24 @@ def test_an_update_that_moved_nothing_is_an_alarm_unless_the_rate_has_run_out() 
     assert kinds(Watch().all([*updates(100), *spent]), "update_size") == []
 
 
+def test_an_update_too_large_for_a_dipped_rate_is_only_said_while_it_is_no_larger_than_those_before_the_dip() -> None:
+    watch = Watch().all([*updates(100), *updates(10, lr=1e-4, seed=1), *updates(5, size=3.0, lr=1e-4, seed=2)])
+    (warning,) = kinds(watch, "update_size")
+    assert (warning.severity, warning.batch_index) == ("warning", 110)
+    assert watch.alarms() == []
+    (alarm,) = watch.see(replace(updates(1)[0], lr=1e-4, update_size=1e-3))  # three times the usual size
+    assert (alarm.kind, alarm.severity) == ("update_size", "alarm")
+    small = Watch().all([*updates(100), *updates(10, lr=1e-4, seed=1), *updates(1, size=0.03, lr=1e-4, seed=2)])
+    assert [f.severity for f in kinds(small, "update_size")] == ["alarm"]  # too small is an alarm at any rate
+
+
+def test_what_updates_the_weights_have_borne_fades_and_survives_being_saved() -> None:
+    watch = Watch().all([*updates(100), *updates(400, lr=1e-4, seed=1)])
+    assert 3e-5 < watch.state.updates.largest < 6e-5  # a fifth of 3e-4 and of its usual scatter
+    saved = json.loads(json.dumps(watch.state.to_dict(), allow_nan=False))
+    assert DetectorState.from_dict(saved) == watch.state
+
+
 def test_an_update_size_that_stays_is_the_usual_one_in_the_end() -> None:
     watch = Watch().all([*updates(100), *updates(40, size=3.0, seed=1)])
     assert len(kinds(watch, "update_size")) == 1
@@ -136,7 +155,7 @@ def test_a_log_that_prints_few_digits_is_not_frozen() -> None:
 
 
 def test_a_gradient_that_creeps_up_for_long_is_a_warning() -> None:
-    grown = [step(2.2, 0.25 * math.exp(min(n / 200, 1.8)) * (1 + 0.1 * (n % 7) / 7)) for n in range(800)]
+    grown = [step(2.2, 0.25 * math.exp(min(n / 200, 2.2)) * (1 + 0.1 * (n % 7) / 7)) for n in range(800)]
     watch = Watch().all([*calm(200), *grown])
     (finding,) = kinds(watch, "gradient_creep")
     assert finding.severity == "warning"

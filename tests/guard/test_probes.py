@@ -93,13 +93,66 @@ def test_activations_ten_times_what_they_were_or_not_finite_are_an_alarm() -> No
     assert watched(probes([replace(HEALTHY, activation_rms=1.3**n) for n in range(12)], [HIDDEN] * 12)) == []
 
 
-@pytest.mark.parametrize(("beta2", "stale", "fine"), [(0.95, 2.0, 1.6), (0.99, 2.6, 2.2), (0.999, 4.0, 3.2)])
-def test_a_stale_second_moment_is_judged_by_its_ceiling(beta2: float, stale: float, fine: float) -> None:
-    for value, found in ((stale, ["stale_second_moment"]), (fine, [])):
-        roles = [HIDDEN, HIDDEN, replace(HIDDEN, rms_t=value)]
-        assert [f.kind for f in watched(probes([HEALTHY] * 3, roles, beta2))] == found
-    embedding = replace(HIDDEN, role="embedding", rms_t=MISSING)
-    assert watched(probes([HEALTHY] * 3, [embedding] * 3, beta2)) == []
+def activations(values: list[float]) -> list[str]:
+    series = [replace(HEALTHY, activation_rms=value) for value in values]
+    return [f.kind for f in watched(probes(series, [HIDDEN] * len(series)))]
+
+
+def test_activations_that_grow_out_of_their_start_are_healthy_and_a_leap_over_all_past_ones_is_not() -> None:
+    # Measured: probes every 10 and every 50 steps of clean runs, the first after step 1.
+    assert activations([0.0191, 0.0503, 0.328, 0.63, 0.436, 0.537, 0.588, 0.659]) == []
+    assert activations([0.02, 0.41, 0.46, 0.23, 0.39, 0.39, 0.41]) == []
+    healthy = [0.02, 1.4, 0.3, 0.4, 0.3, 0.3]
+    assert activations([*healthy, 12.0]) == []  # 30 times the median, not ten times the largest
+    assert activations([*healthy, 15.0]) == ["activation_explosion"]
+    assert activations([*healthy, 15.0, 300.0]) == ["activation_explosion"]  # said once while it goes on
+    assert activations([*healthy, 15.0, 15.0, 300.0]) == ["activation_explosion"] * 2
+
+
+@pytest.mark.parametrize(("beta2", "stale", "fine"), [(0.95, 1.8, 1.6), (0.99, 2.4, 2.2), (0.999, 4.0, 3.2)])
+def test_a_stale_second_moment_is_judged_by_its_ceiling_and_by_what_is_usual(
+    beta2: float, stale: float, fine: float
+) -> None:
+    usual = replace(HIDDEN, rms_t=0.7)
+
+    def found(*roles: RoleProbe) -> list[str]:
+        return [f.kind for f in watched(probes([HEALTHY] * len(roles), list(roles), beta2))]
+
+    assert found(usual, usual, usual, replace(usual, rms_t=stale)) == ["stale_second_moment"]
+    assert found(usual, usual, usual, replace(usual, rms_t=fine)) == []
+    assert found(usual, usual, replace(usual, rms_t=stale)) == []  # too few to say what is usual
+    assert found(HIDDEN, HIDDEN, HIDDEN, replace(HIDDEN, rms_t=min(stale, 2.4))) == []
+    for role in ("norm", "bias"):  # few elements: their mean leaps in health
+        few = replace(usual, role=role)
+        assert found(few, few, few, replace(few, rms_t=stale)) == []
+    assert found(*[replace(HIDDEN, role="embedding", rms_t=MISSING)] * 4) == []
+
+
+def shares(values: list[float], role: str = "hidden", first: int = 50) -> list[Finding]:
+    series = [
+        ProbeSignals(step=first + 50 * n, roles=(replace(HIDDEN, role=role, update_norm=value * HIDDEN.weight_norm),))
+        for n, value in enumerate(values)
+    ]
+    return watched(series)
+
+
+def test_an_update_that_is_a_large_share_of_its_weights_is_an_alarm_said_again_when_it_has_doubled() -> None:
+    assert shares([0.047, 0.135, 0.04, 0.01]) == []  # the most that clean runs have had
+    (finding,) = shares([0.05, 0.25, 0.3, 0.22])
+    assert (finding.kind, finding.severity, finding.where) == ("update_ratio", "alarm", "hidden")
+    assert "0.25 times the size of hidden weights" in finding.text
+    assert len(shares([0.25, 0.5])) == 2
+    assert len(shares([0.25, 0.02, 0.25])) == 2
+    assert [f.where for f in shares([0.25], role="output")] == ["output"]
+    for role in ("embedding", "norm", "bias"):
+        assert shares([0.9], role=role) == []
+    assert watched([ProbeSignals(step=1, roles=(replace(HIDDEN, weight_norm=0.0, update_norm=1.0),))]) == []
+
+
+def test_the_first_update_is_held_to_a_third_of_that_so_that_a_missing_warm_up_shows_at_once() -> None:
+    assert shares([0.033], first=1) == []  # the largest of a clean run: 1.2e-2 over 20 steps of warm-up
+    assert [f.kind for f in shares([0.072], first=1)] == ["update_ratio"]
+    assert shares([0.072], first=2) == []
 
 
 def test_a_weight_or_norm_that_leaps_between_probes_is_an_alarm_at_its_role() -> None:
@@ -108,7 +161,7 @@ def test_a_weight_or_norm_that_leaps_between_probes_is_an_alarm_at_its_role() ->
     assert "4.5 at the last probe" in leap[0].text
     norm = watched(probes([HEALTHY] * 5, [*[HIDDEN] * 4, replace(HIDDEN, weight_norm=64.0)]))
     assert [f.where for f in norm] == ["hidden"]
-    grown = [replace(HIDDEN, weight_norm=1e-3 * 4.0**n, largest_weight=1 + n / 2) for n in range(3)]
+    grown = [replace(HIDDEN, weight_norm=1e-3 * 4.0**n, update_norm=1e-5, largest_weight=1 + n / 2) for n in range(3)]
     assert watched(probes([HEALTHY] * 3, grown)) == []  # from zero
 
 

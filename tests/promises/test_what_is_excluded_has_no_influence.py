@@ -125,14 +125,16 @@ def test_a_second_rollback_keeps_what_the_first_excluded(config: RunConfig, load
     assert_same_run(again, never, tmp_path / "run", tmp_path / "clean")
 
 
+@pytest.mark.parametrize(("snapshots", "restored"), [(2, "snapshot"), (0, "")])
 def test_a_rollback_to_the_first_batch_starts_from_the_initial_weights(
-    config: RunConfig, loader: Loader, tmp_path: Path
+    config: RunConfig, loader: Loader, tmp_path: Path, snapshots: int, restored: str
 ) -> None:
+    config = dataclasses.replace(config, guard=dataclasses.replace(config.guard, snapshots=snapshots))
     document = next(span.document for span in loader.row_documents(*loader.sample_ids(2)[0, [0, 2]].tolist()))
     rolled = rehearse(config, tmp_path / "run", Script(rollback_after=3, rollback_to=0, exclude=(document,)))
     without = dataclasses.replace(config.data, exclude=(Exclusion(document=document),))
     never = rehearse(dataclasses.replace(config, data=without), tmp_path / "clean")
-    assert Run(tmp_path / "run").attempts[-1].checkpoint == ""
+    assert Run(tmp_path / "run").attempts[-1].checkpoint == restored
     assert_same_run(rolled, never, tmp_path / "run", tmp_path / "clean")
 
 

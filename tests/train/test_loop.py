@@ -253,7 +253,7 @@ def test_scores_are_in_the_rows_from_where_there_is_a_baseline_and_the_inside_on
     without_norm = [row["batch_index"] for row in rows[scored[0] :] if "guard/gradient_zscore" not in row]
     assert without_norm == [30], "its gradient is not finite, its loss is"
     probed = [row["step"] for row in rows if any(name.startswith("inside/") for name in row)]
-    assert probed == [10, 20, 30]
+    assert probed == [1, 10, 20, 30]
     assert (end.step, end.batch_index) == (36, 38)
 
 

@@ -24,7 +24,7 @@ from surefoot.proof.rehearsal import Script, rehearse
 from surefoot.train import loop, row_memory
 from surefoot.train.interrupt import StopRequest
 from surefoot.train.loop import train
-from surefoot.train.row_memory import LOOK_BACK, RowMemory, oldest, row_hashes
+from surefoot.train.row_memory import RowMemory, entries, oldest, row_hashes
 from surefoot.train.run import open_run
 
 ONSET = 30
@@ -103,6 +103,11 @@ def test_two_of_a_kind_in_one_batch_both_count(loader: Loader, alone: World) -> 
     tokens[3] = tokens[0]
     twice = dataclasses.replace(batch, tokens_BT=tokens)
     assert RowMemory().duplicated(twice, loader, (), alone) == 0.5
+    samples = batch.samples_B3.copy()
+    samples[3] = [1 - samples[0, 0], *samples[0, 1:]]
+    assert RowMemory().duplicated(dataclasses.replace(twice, samples_B3=samples), loader, (), alone) == 0.5, "sources"
+    samples[3] = samples[0]
+    assert RowMemory().duplicated(dataclasses.replace(twice, samples_B3=samples), loader, (), alone) == 0.0
 
 
 def test_an_epoch_that_reads_its_rows_again_does_not_count(
@@ -142,15 +147,32 @@ def test_a_memory_that_begins_late_or_goes_back_says_what_one_that_read_everythi
 def test_what_was_read_before_an_exclusion_is_read_again_under_it(repeating: RepeatingLoader, alone: World) -> None:
     """The documents of the row that comes again are blanked where it was read first: its copy is the first one now."""
     source, _, row = repeating.sample_ids(3)[0].tolist()
-    gone = tuple(Exclusion(document=span.document) for span in repeating.row_documents(source, row))
-    memory = RowMemory()
-    shares(repeating, range(21), alone, memory)
-    assert memory.duplicated(repeating.batch(21, gone), repeating, gone, alone) == 0.0
+    for since, share in ((0, 0.0), (3, 0.0), (4, 0.2)):
+        gone = tuple(
+            Exclusion(document=span.document, from_batch=since) for span in repeating.row_documents(source, row)
+        )
+        memory = RowMemory()
+        shares(repeating, range(21), alone, memory)
+        assert memory.duplicated(repeating.batch(21, gone), repeating, gone, alone) == share
     assert shares(repeating, [21], alone) == [0.2]
 
 
-def shares_on_rank(rank: int, world: int, config: RunConfig) -> list[float]:
-    return shares(RepeatingLoader(opened_loader(config), 20), range(15, 40), join_world(config.parallel))
+def test_a_memory_that_follows_the_run_reads_nothing_again(
+    repeating: RepeatingLoader, alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [repeating.batch(index) for index in range(75)]
+    monkeypatch.setattr(RepeatingLoader, "batch", lambda *_: pytest.fail("read again"))
+    memory = RowMemory()
+    for batch in batches:
+        memory.duplicated(batch, repeating, (), alone)
+    assert len(memory.read) == 65
+
+
+def shares_on_rank(rank: int, world: int, config: RunConfig) -> tuple[list[float], list[int]]:
+    """The shares, and the hashes of a batch of all ranks."""
+    loader, joined = RepeatingLoader(opened_loader(config), 20), join_world(config.parallel)
+    hashes, _ = entries(loader.batch(25, (), rank, world), joined)
+    return shares(loader, range(15, 40), joined), hashes.tolist()
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -158,7 +180,8 @@ def test_every_rank_says_what_one_rank_alone_says(
     config: RunConfig, vary: Callable[..., RunConfig], repeating: RepeatingLoader, alone: World, world: int
 ) -> None:
     told = run_ranks(world, shares_on_rank, vary(config, **{"data.batch_size": 5}))
-    assert told == [shares(repeating, range(15, 40), alone)] * world
+    hashes, _ = entries(repeating.batch(25), alone)
+    assert told == [(shares(repeating, range(15, 40), alone), hashes.tolist())] * world
 
 
 def test_rows_are_told_apart_by_one_token_and_by_the_order_of_their_tokens() -> None:
@@ -176,7 +199,7 @@ def test_large_batches_are_remembered_for_fewer_batches(
     config: RunConfig, vary: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = opened_loader(vary(config, **{"data.batch_size": 8}))
-    assert oldest(100, loader) == 100 - LOOK_BACK
+    assert oldest(100, loader) == 36
     monkeypatch.setattr(row_memory, "MOST_ROWS", 40)
     assert oldest(20, loader) == 15, "five batches of 8 rows"
     monkeypatch.setattr(row_memory, "MOST_ROWS", 4)
@@ -254,9 +277,10 @@ def test_an_observed_run_says_so_and_learns_from_it(
 def test_a_fault_right_after_a_resume_goes_back_to_where_the_run_was_resumed(
     config: RunConfig, vary: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    for snapshots, from_batch in ((2, 14), (0, 5)):
+    for snapshots in (2, 0):
         config = vary(config, **{"guard.snapshots": snapshots})
         folder = tmp_path / str(snapshots)
         rehearse(config, folder, Script(stop_after=13))
         rehearse(config, folder, Script(rollback_after=14, rollback_to=14))
-        assert Run(folder).ledger.attempts[-1].from_batch == from_batch
+        back = Run(folder).ledger.attempts[-1]
+        assert (back.from_batch == 14, back.checkpoint == "snapshot") == (snapshots > 0, snapshots > 0)

@@ -12,20 +12,20 @@ class Thresholds:
     """Loss above its trend, to refuse an update; below it, to call a batch too good."""
     loss_nats: float = 0.2
     """And at least so many nats per token, whatever the spread."""
-    document_sigmas: float = 8.0
+    document_sigmas: float = 10.0
     """Largest document loss above its trend."""
-    document_nats: float = 0.5
+    document_nats: float = 1.0
     """And at least so many nats per token."""
     gradient_sigmas: float = 10.0
     """Logarithm of the gradient norm above its trend, to refuse an update."""
-    gradient_ratio: float = 6.0
-    """And at least so many times its trend."""
-    clip_sigmas: float = 7.0
-    """Logarithm of the gradient norm above its trend, to clip harder; and at least three times its trend."""
+    gradient_ratio: float = 8.0
+    """And at least so many times its trend; from 1.25 times as many on, half of the sigmas are enough."""
+    clip_sigmas: float = 10.0
+    """Logarithm of the gradient norm above its trend, to clip harder; and at least six times its trend."""
     update_ratio: float = 3.0
     """Measured update over learning rate, against its trend, either way; and beyond gradient_sigmas of its own."""
-    update_share: float = 0.1
-    """Update over weights, of hidden or output matrices, beyond which the rate is too high for them, or the warm-up too short."""
+    update_share: float = 0.2
+    """Update over weights, of matrices, beyond which the rate is too high for them; a third of it at the first update, before any warm-up."""
     slow_nats: float = 0.1
     """Smoothed loss above its best, nats per token."""
     slow_steps: int = 20

@@ -16,6 +16,10 @@ KEPT = 24
 """Distances kept when the level is opened anew, so that a new spread soon outweighs the old one."""
 MAX_REJECTED = 16
 """Values rejected in a row that are remembered."""
+FADE = 1 / 1000
+"""Of the highest that is forgotten with each value."""
+MOST = 2.0
+"""Times its width without outliers that a band may have for them, so that a series of spikes, each a little higher, is not followed for long."""
 TAIL = 0.95
 NORMAL_TAIL = 1.6449
 """The 95 % point of the standard normal distribution."""
@@ -44,6 +48,8 @@ class Baseline:
     """Robust standard deviation of what lies above the forecast: the larger of what the median absolute deviation and the tail say. Each side
     has its own tail: the largest document loss has a long one upwards."""
     below: float = 0.0
+    peak: float = 0.0
+    """Highest accepted value above its forecast, fading."""
 
     @property
     def ready(self) -> bool:
@@ -52,17 +58,19 @@ class Baseline:
 
     def width(self) -> float:
         """How much wider than usual the band is: while the spread is new, and while the level has been opened anew."""
-        young = 1.0 + max(0, 32 - len(self.residuals)) / 24
+        young = 1.0 + max(0, WINDOW - len(self.residuals)) / (WINDOW - SETTLED)
         return young * max(1.0, SETTLED / max(1, len(self.values)))
 
-    def upper(self, sigmas: float, least: float, floor: float) -> float:
-        """The value beyond which one is too high: ``sigmas`` of at least ``floor`` each, and at least ``least`` away; else infinity."""
+    def upper(self, sigmas: float, least: float, floor: float, peaks: float = 0.0) -> float:
+        """The value beyond which one is too high: ``sigmas`` of at least ``floor`` each, at least ``least`` away, and ``peaks`` times as far as
+        the farthest accepted so far; infinity before there is a baseline."""
         if not self.ready:
             return math.inf
-        return self.center + max(sigmas * max(self.above, floor), least) * self.width()
+        away = max(sigmas * max(self.above, floor), least) * self.width()
+        return self.center + max(away, min(peaks * self.peak, MOST * away))
 
     def lower(self, sigmas: float, least: float, floor: float) -> float:
-        """The same below."""
+        """The same below, without regard to outliers."""
         if not self.ready:
             return -math.inf
         return self.center - max(sigmas * max(self.below, floor), least) * self.width()
@@ -80,7 +88,9 @@ class Baseline:
         residuals = self.residuals
         if len(self.values) >= SETTLED:
             residuals = (*residuals[1 - WINDOW :], value - forecast(self.values))
-        return _measured((*self.values[1 - LINE :], value), residuals)
+        above = value - self.center if self.ready else 0.0
+        peak = max(self.peak * (1 - FADE), above)
+        return replace(_measured((*self.values[1 - LINE :], value), residuals), peak=peak)
 
     def reject(self, value: float) -> "Baseline":
         """With one more value that must not count, unless it is missing."""
@@ -90,7 +100,7 @@ class Baseline:
 
     def reopen(self) -> "Baseline":
         """Without a level: any next value is taken for it. The spread stays, with less weight."""
-        return _measured((), self.residuals[-KEPT:])
+        return replace(_measured((), self.residuals[-KEPT:]), peak=self.peak)
 
     def accept_level(self) -> "Baseline":
         """With the values lately rejected as the level, and their spread as part of the spread."""
@@ -98,7 +108,7 @@ class Baseline:
             return self
         middle = median(self.rejected)
         around = tuple(value - middle for value in self.rejected)
-        return _measured(self.rejected[-LINE:], (*self.residuals[-KEPT:], *around))
+        return replace(_measured(self.rejected[-LINE:], (*self.residuals[-KEPT:], *around)), peak=self.peak)
 
 
 def _measured(values: tuple[float, ...], residuals: tuple[float, ...]) -> Baseline:

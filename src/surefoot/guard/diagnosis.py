@@ -25,6 +25,7 @@ CAUSES: Mapping[Kind, Cause] = {
     "optimizer_steps": "optimiser",
     "update_size": "optimiser",
     "too_good": "data",
+    "update_ratio": "optimiser",
     "attention_growth": "optimiser",
     "slow_spike": "optimiser",
     "entropy_collapse": "optimiser",
@@ -109,7 +110,9 @@ def _worth_asking(evidence: Evidence) -> PassKind | None:
         return None
     without = evidence.result("without_suspects")
     if shown_by_tokens(evidence.signals.facts, evidence.findings, evidence.reread):
-        asked = without is not None or evidence.signals.facts.misaligned > MISALIGNED
+        # Of rows that came again the loss is healthy, with any documents and without.
+        again = any(f.where == "duplicated" for f in evidence.findings)
+        asked = without is not None or evidence.signals.facts.misaligned > MISALIGNED or again
         return None if asked or not accused(evidence) else "without_suspects"
     same = evidence.result("same_batch")
     if same is None:

@@ -33,7 +33,7 @@ MARGIN = 20
 SUDDEN_MARGIN = 2
 """The same for a state that broke at one blow."""
 
-DIPS: frozenset[Kind] = frozenset({"attention_growth", "entropy_collapse", "activation_explosion"})
+DIPS: frozenset[Kind] = frozenset({"attention_growth", "entropy_collapse", "activation_explosion", "update_ratio"})
 """Alarms that a lower rate cures, with weights as they are."""
 DIPS_IF_STRICT: frozenset[Kind] = DIPS | {
     "slow_spike",
@@ -82,10 +82,11 @@ def after_refusal(now: Situation) -> Action:
         )
     if now.broken:
         return roll_back(now, now.signals.batch_index - now.skips, now.broken)
-    if shown_data and now.skips == 1 and now.signals.facts.misaligned <= MISALIGNED and _may_investigate(now):
+    if shown_data and now.skips == 1 and _names_documents(now) and _may_investigate(now):
         return Investigate(cause=f"{now.seen}; the data are at fault: {now.cause.text}")
     if shown_data:
-        return SkipUpdate(cause=f"{now.seen}; the data are at fault: {now.cause.text}")
+        why = "" if now.cause.text in now.seen else f": {now.cause.text}"
+        return SkipUpdate(cause=f"{now.seen}; the data are at fault{why}")
     if now.skips in (1, LOOK_AGAIN) and _may_investigate(now):
         lasts = "" if now.skips == 1 else f"; it lasts, {now.skips} skipped steps in a row"
         return Investigate(cause=now.seen + lasts)
@@ -133,6 +134,12 @@ def after_update(now: Situation) -> Action:
     if now.signals.clipped_harder:
         return ClipHarder(cause=f"{now.seen}; its gradient was scaled down to the guard's limit")
     return Proceed()
+
+
+def _names_documents(now: Situation) -> bool:
+    """A look at the documents may tell something that the tokens do not: which of them it is."""
+    facts = now.signals.facts
+    return facts.misaligned <= MISALIGNED and not any(f.where == "duplicated" for f in now.findings)
 
 
 def _may_investigate(now: Situation) -> bool:

@@ -19,7 +19,7 @@ NOISE_SIGMAS = 9.0
 """Of the smoothed loss that chance alone may put between now and the best of a long plateau."""
 MOST_ALLOWANCE = 4.0
 """Of the excess, where the learning rate has risen since the best."""
-CREEP_RATIO = 4.0
+CREEP_RATIO = 6.0
 """Smoothed gradient norm over its lowest, to be said."""
 CREEP_STEPS = 100
 DRIFT_NATS = 20.0

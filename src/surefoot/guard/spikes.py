@@ -15,10 +15,12 @@ LOSS_FLOOR = 0.01
 """Least standard deviation of a loss, nats: logs in bf16 move in steps of 1/32, and most of their steps are the same."""
 NORM_FLOOR = 0.02
 """Least standard deviation of the logarithm of a norm."""
-CLIP_RATIO = 3.0
+CLIP_RATIO = 6.0
 """The least over its trend that is clipped harder."""
-FAR_RATIO = 10.0
-"""Times its trend from which half of the sigmas are enough to refuse an update: where batches are small, the spread is wide."""
+PEAKS = 1.5
+"""Times the farthest of the healthy outliers so far: gradients of small batches have some that no spread of 64 values tells of."""
+FAR = 1.25
+"""Times the ratio of an alarm from which half of its sigmas are enough: where batches are small, the spread is wide."""
 LARGEST_EXPONENT = 88.0
 """exp of it is about the largest fp32 number."""
 
@@ -30,13 +32,14 @@ def log_norm(norm: float) -> float:
 
 def spike_limits(loss: Baseline, document: Baseline, gradient: Baseline, thresholds: Thresholds) -> Limits:
     """Where alarm begins: the device refuses beyond exactly these, so they are numbers that fp32 holds."""
-    far = gradient.upper(thresholds.gradient_sigmas / 2, math.log(FAR_RATIO), NORM_FLOOR)
-    high = min(far, gradient.upper(thresholds.gradient_sigmas, math.log(thresholds.gradient_ratio), NORM_FLOOR))
+    sigmas, ratio = thresholds.gradient_sigmas, thresholds.gradient_ratio
+    far = gradient.upper(sigmas / 2, math.log(FAR * ratio), NORM_FLOOR, PEAKS)
+    high = min(far, gradient.upper(sigmas, math.log(ratio), NORM_FLOOR, PEAKS))
     return Limits(
         loss=_fp32(loss.upper(thresholds.loss_sigmas, thresholds.loss_nats, LOSS_FLOOR)),
         document_loss=_fp32(document.upper(thresholds.document_sigmas, thresholds.document_nats, LOSS_FLOOR)),
         gradient_norm=_exp(high),
-        clip_norm=_exp(min(high, gradient.upper(thresholds.clip_sigmas, math.log(CLIP_RATIO), NORM_FLOOR))),
+        clip_norm=_exp(min(high, gradient.upper(thresholds.clip_sigmas, math.log(CLIP_RATIO), NORM_FLOOR, PEAKS))),
     )
 
 
@@ -124,7 +127,7 @@ def embedding_gradient(baseline: Baseline, signals: StepSignals, thresholds: Thr
     value = log_norm(norm)
     if not math.isfinite(value):
         return baseline
-    limit = baseline.upper(thresholds.gradient_sigmas, math.log(thresholds.gradient_ratio), NORM_FLOOR)
+    limit = baseline.upper(thresholds.gradient_sigmas, math.log(thresholds.gradient_ratio), NORM_FLOOR, PEAKS)
     z = baseline.z(value, NORM_FLOOR)
     lasting.see(
         "embedding_gradient",

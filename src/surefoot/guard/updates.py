@@ -11,8 +11,9 @@ from surefoot.guard.signals import StepSignals
 from surefoot.guard.spikes import NORM_FLOOR, log_norm
 
 LARGER = 2.0
-"""Times the largest of the last ``SIZES`` updates in line, which an update must exceed to be too large, whatever its rate says."""
-SIZES = 64
+"""Times the largest update in line of late, which one must exceed to do harm, whatever its rate says."""
+FADE = 1 / 200
+"""Of the largest that is forgotten with each update: it is still known at the end of a dip."""
 RATE_SHARE = 0.01
 """Of the highest learning rate so far: below it updates may vanish in the rounding of the weights, and are not judged."""
 
@@ -24,8 +25,8 @@ class Updates:
     baseline: Baseline = Baseline()
     """Of the logarithm of measured size over learning rate."""
     highest_lr: float = 0.0
-    sizes: tuple[float, ...] = ()
-    """Measured sizes of the last updates in line, oldest first: what the weights have borne."""
+    largest: float = 0.0
+    """Measured size of the largest update in line, fading: what the weights have borne."""
 
 
 def update_z(updates: Updates, signals: StepSignals) -> float:
@@ -55,7 +56,7 @@ def update_size(updates: Updates, signals: StepSignals, thresholds: Thresholds, 
     high = baseline.upper(thresholds.gradient_sigmas, least, NORM_FLOOR)
     low = baseline.lower(thresholds.gradient_sigmas, least, NORM_FLOOR)
     outside = not low <= ratio <= high  # so it is when nothing moved: zero has no logarithm, and NaN lies nowhere
-    harmless = ratio > high and signals.update_size <= LARGER * max(updates.sizes, default=0.0)
+    harmless = ratio > high and signals.update_size <= LARGER * updates.largest
     lasting.see("update_size", outside and not harmless, False, lambda: _out_of_line(signals, baseline, ratio))
     lasting.see(
         "update_size/warning",
@@ -64,8 +65,8 @@ def update_size(updates: Updates, signals: StepSignals, thresholds: Thresholds, 
         lambda: replace(_out_of_line(signals, baseline, ratio), severity="warning"),
     )
     if not outside:
-        sizes = (*updates.sizes[1 - SIZES :], signals.update_size)
-        return replace(updates, baseline=baseline.accept(ratio), sizes=sizes)
+        largest = max(updates.largest * (1 - FADE), signals.update_size)
+        return replace(updates, baseline=baseline.accept(ratio), largest=largest)
     baseline = baseline.reject(ratio)
     full = len(baseline.rejected) >= MAX_REJECTED
     return replace(updates, baseline=baseline.accept_level() if full else baseline)

@@ -7,10 +7,13 @@ from surefoot.guard.inside import ProbeView
 
 STALE_EXPONENT = 0.362
 """RMS_t's threshold is its ceiling to this power: the published 2.3 of beta2 = 0.99 (ceiling 10), 1.7 of 0.95, 3.5 of 0.999."""
-STALE_RATIO = 1.5
+STALE_RATIO = 2.5
 """And so many times what the role has had."""
 MATRICES = ("hidden", "output", "expert", "latent")
 """Roles of so many elements that the mean over them is steady from step to step; the few gains and biases of a model are not."""
+FIRST_SHARE = 0.3
+"""Of the largest share that one update may be of its weights, for the first: Adam moves every weight by the rate itself there, which a warm-up
+keeps far below its peak."""
 ACTIVATION_RATIO = 10.0
 """Root mean square of a layer's residual stream, over the largest it has been in the probes remembered."""
 OUTLIER_RATIO = 8.0
@@ -20,7 +23,7 @@ OUTLIER_LEAST = 20.0
 NORM_RATIO = 3.0
 """Growth of a role's weight norm since the last probe."""
 SEEN = 3
-"""Earlier probes without which weight norms and activations are not compared: what starts near zero grows fast."""
+"""Earlier probes without which moments, norms and activations are not compared: what starts near zero grows fast."""
 
 
 def stale_second_moment(view: ProbeView) -> None:
@@ -30,7 +33,7 @@ def stale_second_moment(view: ProbeView) -> None:
     limit = (1 - view.probe.beta2) ** (-STALE_EXPONENT / 2)
     for role in view.probe.roles:
         earlier = view.values_before(f"rms_t/{role.role}")
-        if role.role not in MATRICES or math.isnan(role.rms_t) or not earlier:
+        if role.role not in MATRICES or math.isnan(role.rms_t) or len(earlier) < SEEN:
             continue
         usual = median(earlier)
         text = f"second moment of {role.role} weights is stale: RMS_t {role.rms_t:.3g}, usually {usual:.3g}, limit {limit:.3g} at beta2 {view.probe.beta2:g}"
@@ -40,7 +43,7 @@ def stale_second_moment(view: ProbeView) -> None:
 
 def update_ratio(view: ProbeView) -> None:
     """An alarm where one update is a large share of the weights it moves: the rate is too high for them, or the warm-up too short."""
-    limit = view.thresholds.update_share
+    limit = view.thresholds.update_share * (FIRST_SHARE if view.probe.step <= 1 else 1.0)
     for role in view.probe.roles:
         value = role.update_ratio
         if role.role not in MATRICES or math.isnan(value):
