@@ -68,9 +68,10 @@ def quick_result() -> dict[str, Any]:
             "cause": "data",
             "text": f"batch {FROM_BATCH}: far too high",
             "after_onset": True,
+            "suspects": [],
         }
         return {
-            "version": version, "document": "00000000000000aa", "file": "bad.txt", "bytes": 6000, "domain": "prose", "loss": loss,
+            "version": version, "document": "00000000000000aa", "file": "bad.txt", "bytes": 6000, "spoils": 4, "domain": "prose", "loss": loss,
             "ending": "done", "batches": list(range(200)), "losses": [2.5] * 200, "skipped": skipped, "blank": [],
             "events": [event] if skipped else [], "suspects": [suspect] if skipped else [],
         }  # fmt: skip
@@ -90,10 +91,22 @@ def test_the_quick_drill_says_which_document_did_it(
     out = " ".join(capsys.readouterr().out.split())
     assert "document 00000000000000aa (prose), which begins 'ŭăò" in out
     assert "2.1000 nats per byte (+5.00 %)" in out
-    assert "2 updates, cause data" in out
+    assert "no documents left out, 2 of the 4 batches that hold it lost; cause named: data" in out
     page = (tmp_path / "drill.html").read_text()
     assert page.count("<svg") == 2
     assert "costs this run 5.0 % of its held-out loss" in page
+
+
+def test_the_quick_drill_says_that_the_document_was_left_out_and_what_that_is_worth() -> None:
+    from surefoot.proof.drill_quick_page import quick_page, text_summary
+
+    result = quick_result()
+    event = result["guarded"]["events"][0] | {"action": "exclude", "suspects": ["00000000000000aa"]}
+    result["guarded"] |= {"events": [event], "skipped": [], "loss": 2.0}
+    assert "1 document left out, none of the 4 batches that hold it lost" in text_summary(result, 200)
+    assert "ends where the run without it ends, to the last digit" in quick_page(result)
+    result["guarded"]["loss"] = 2.0001
+    assert "to the last digit" not in quick_page(result)
 
 
 def test_the_quick_drill_says_what_the_guard_did_before_the_document_came() -> None:

@@ -65,7 +65,18 @@ def test_help_lists_every_command_and_no_command_is_an_error(capsys: pytest.Capt
 
 
 def test_the_issues_commands_are_there() -> None:
-    assert list(main.COMMANDS) == ["train", "fork", "runs", "report", "sample", "data", "guard", "drill", "doctor", "config"]
+    assert list(main.COMMANDS) == [
+        "train",
+        "fork",
+        "runs",
+        "report",
+        "sample",
+        "data",
+        "guard",
+        "drill",
+        "doctor",
+        "config",
+    ]
 
 
 def test_an_unknown_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,8 @@ FACT_SHARE = 0.02
 """Least rise of a share over its normal that is evidence."""
 FACT_RATE = 1 / 32
 SETTLED = 16
+ODD_BAND = 0.7
+"""Of the band of the loss, below which a batch with odd tokens lies too low: one row of dashes in a batch of four takes it down by five sigmas."""
 TOO_GOOD_SHARE = 0.15
 """Of the loss, least drop that is said without evidence."""
 
@@ -102,8 +104,8 @@ def too_good(signals: StepSignals, loss: Baseline, thresholds: Thresholds, fact:
 
 
 def loss_floor(loss: Baseline, thresholds: Thresholds) -> float:
-    """The loss below which one is too good where the tokens are odd: half the band is enough then."""
-    return loss.lower(thresholds.loss_sigmas / 2, thresholds.loss_nats / 2, LOSS_FLOOR)
+    """The loss below which one is too good where the tokens are odd: seven tenths of the band are enough then."""
+    return loss.lower(ODD_BAND * thresholds.loss_sigmas, ODD_BAND * thresholds.loss_nats, LOSS_FLOOR)
 
 
 def _leak(signals: StepSignals, phrase: str) -> Finding:

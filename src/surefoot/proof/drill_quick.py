@@ -152,6 +152,7 @@ def run_version(version: str, folder: Path) -> dict[str, Any]:
         "document": document,
         "file": BAD_FILE,
         "bytes": BAD_BYTES,
+        "spoils": math.ceil(BAD_BYTES / config.data.seq_len / (config.data.batch_size * OF_FOUR / 4)),
         "domain": "prose",
         "loss": sum(ends) / len(ends),
         "ending": ending.reason,

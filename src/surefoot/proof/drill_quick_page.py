@@ -7,6 +7,7 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
+from surefoot.monitor.wording import several
 from surefoot.proof.curves import Curve, chart, legend
 from surefoot.proof.drill_page import document
 from surefoot.proof.drill_quick import FROM_BATCH, VERSIONS
@@ -27,6 +28,28 @@ def named(result: Result) -> dict[str, Any] | None:
 def first_verdict(result: Result) -> dict[str, Any] | None:
     """The first thing that the guard said or did once the document had come."""
     return next((e for e in result["guarded"]["events"] if e["after_onset"] and e["action"] != "proceed"), None)
+
+
+def excluded(result: Result) -> list[str]:
+    """Documents that the guard left out from then on."""
+    events = [e for e in result["guarded"]["events"] if e["after_onset"] and e["action"] == "exclude"]
+    return list(dict.fromkeys(name for e in events for name in e["suspects"]))
+
+
+def story_of(result: Result) -> str:
+    """What the page says first; empty where the guard did not act."""
+    guarded, clean = result["guarded"], result["clean"]
+    harm = result["unguarded"]["loss"] / clean["loss"] - 1
+    spoiled = [batch for batch in guarded["skipped"] if batch >= FROM_BATCH]
+    cost = (
+        f"One document of {guarded['bytes']:,} bytes, half of {guarded['spoils']} batches in a row, costs this run {100 * harm:.1f} % of its "
+        "held-out loss. "
+    )
+    if excluded(result) and not spoiled and guarded["loss"] == clean["loss"]:
+        return f"{cost}The guard finds it before it touches a weight, leaves it out, and ends where the run without it ends, to the last digit."
+    if excluded(result):
+        return f"{cost}The guard finds it before it touches a weight, and leaves it out."
+    return f"{cost}The guard refuses its batches before they touch a weight." if spoiled else ""
 
 
 def sentences(result: Result) -> list[tuple[str, str]]:
@@ -50,12 +73,13 @@ def sentences(result: Result) -> list[tuple[str, str]]:
     else:
         others = len({s["document"] for s in guarded["suspects"]})
         told.append(("named", f"not the document itself; {others} others" if others else "no document"))
+    left_out = len(excluded(result))
     spoiled = sum(1 for batch in guarded["skipped"] if batch >= FROM_BATCH)
-    others = len(guarded["skipped"]) - spoiled
     told.append(
         (
-            "refused",
-            f"{spoiled} updates, cause {verdict['cause'] if verdict else 'none'}; {others} before the document came",
+            "cost",
+            f"{several(left_out, 'document')} left out, {spoiled or 'none'} of the {guarded['spoils']} batches that hold it lost; "
+            f"cause named: {verdict['cause'] if verdict else 'none'}",
         )
     )
     early = [e for e in guarded["events"] if not e["after_onset"] and e["action"] != "proceed"]
@@ -97,24 +121,17 @@ def quick_page(result: Result) -> str:
         )
         for version in order
     ]
-    spoiled = [batch for batch in result["guarded"]["skipped"] if batch >= FROM_BATCH]
-    last = max([FROM_BATCH, *(b for b in result["clean"]["blank"]), *spoiled])
+    last = FROM_BATCH + result["guarded"]["spoils"] - 1
     closer = [_smooth(curve) for curve in curves]
     calm = [x for b, x in zip(closer[1].batches, closer[1].losses, strict=True) if b >= FROM_BATCH - 20]
     after = max(calm) + 0.4
     rows = "".join(f"<tr><td>{escape(label)}</td><td>{escape(text)}</td></tr>" for label, text in sentences(result))
-    harm = result["unguarded"]["loss"] / result["clean"]["loss"] - 1
-    story = (
-        f"One document of {result['guarded']['bytes']:,} bytes, half of {len(spoiled)} batches in a row, costs this run {100 * harm:.1f} % of its held-out loss. "
-        "The guard refuses its batches before they touch a weight."
-        if spoiled
-        else "The guard did not act on the bad document."
-    )
+    story = story_of(result)
     return document(
         "Surefoot drill",
         [
             "<h1>One bad document</h1>",
-            f'<div class="verdict {"" if spoiled else "bad"}"><b>{escape(story)}</b></div>',
+            f'<div class="verdict {"" if story else "bad"}"><b>{escape(story or "The guard did not act on the bad document.")}</b></div>',
             "<h2>Training loss</h2><p class='soft small'>Nats per byte, every batch. The document is in the shaded part.</p>",
             chart(
                 curves, width=980, height=360, window=range(FROM_BATCH, last + 1), title="training loss of three runs"
