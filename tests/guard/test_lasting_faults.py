@@ -237,7 +237,8 @@ def test_a_diluted_leak_is_found_by_a_smaller_drop_than_an_unexplained_one() -> 
     watch = Watch().all(texts(100))
     (finding,) = watch.see(step(2.05, 0.25, facts=BatchFacts(copied=0.14)))
     assert (finding.kind, finding.severity) == ("too_good", "alarm")
-    dashes = BatchFacts(copied=0.05, repeated=0.125)  # one row of eight, in a real small batch: its loss falls by five sigmas
+    # One row of eight, in a real small batch, whose loss falls by five sigmas.
+    dashes = BatchFacts(copied=0.05, repeated=0.125)
     assert Watch().all(texts(100)).see(step(2.09, 0.25, facts=dashes)) == ()
     unexplained = Watch().all([*texts(100), step(1.9, 0.25), step(1.9, 0.25)])
     assert unexplained.findings == []
