@@ -265,8 +265,13 @@ def test_without_a_normal_gradient_a_quarter_of_the_refused_one_is_calm(norm: fl
 def test_a_gradient_spike_on_a_healthy_batch_shows_that_the_state_is_broken() -> None:
     spiked = (finding("gradient_spike", value=90.0, normal=0.9),)
     bad = result("healthy_batch", 2.4, 60.0)
-    assert diagnose(evidence(SAME, bad, findings=spiked, norm=90.0)).state_is_broken
-    assert not diagnose(evidence(SAME, replace(bad, gradient_norm=1.0), findings=spiked, norm=90.0)).state_is_broken
+    lasting = replace(evidence(SAME, bad, findings=spiked, norm=90.0), skips=3)
+    assert diagnose(lasting).state_is_broken
+    assert not diagnose(replace(lasting, results=(SAME, replace(bad, gradient_norm=1.0)))).state_is_broken
+    # At first a healthy batch that has its loss is healthy, and weights are not thrown away for one large gradient.
+    assert not diagnose(replace(lasting, skips=1)).state_is_broken
+    assert diagnose(replace(lasting, skips=1, results=(SAME, replace(bad, excess=0.5)))).state_is_broken
+    assert diagnose(replace(lasting, skips=1, results=(SAME, replace(bad, excess=math.nan)))).state_is_broken
 
 
 def test_without_an_expected_loss_the_refused_one_is_the_measure() -> None:

@@ -85,8 +85,9 @@ def optimiser_marks(evidence: Evidence) -> str:
                 f"RMS_t of the {role.role} parameters is {role.rms_t:.2g}: the second moment lags behind the gradients"
             )
         was = earlier.get(role.role)
-        if was is not None and 0 < UPDATE_GROWTH * was.update_norm < role.update_norm:
-            return f"updates of the {role.role} parameters are {role.update_norm / was.update_norm:.1f} times those of the last probe"
+        # Over the weights: of a broken weight the decay alone is a large update.
+        if was is not None and 0 < UPDATE_GROWTH * was.update_ratio < role.update_ratio:
+            return f"updates of the {role.role} parameters are {role.update_ratio / was.update_ratio:.1f} times those of the last probe"
     return ""
 
 

@@ -14,6 +14,7 @@ from surefoot.guard.held_out import HeldOut, validation
 from surefoot.guard.inside import ProbeView, Series, remember
 from surefoot.guard.lasting import Lasting
 from surefoot.guard.limits import Limits
+from surefoot.guard.mixture_drift import DomainShare, mixture_drift
 from surefoot.guard.saved import thawed
 from surefoot.guard.signals import MISSING, EvalSignals, ProbeSignals, StepSignals
 from surefoot.guard.slow import Best, Drift, gradient_creep, logit_drift, slow_spike
@@ -78,6 +79,7 @@ class DetectorState:
     drops: int = 0
     """Steps in a row with the loss far below its band."""
     domains: tuple[DocumentLoss, ...] = ()
+    shares: tuple[DomainShare, ...] = ()
     probes: Series = ()
     held_out: tuple[HeldOut, ...] = ()
     active: tuple[str, ...] = ()
@@ -154,6 +156,7 @@ def observe_step(state: DetectorState, signals: StepSignals, thresholds: Thresho
         drift=logit_drift(state.drift, signals, lasting),
         repeats=frozen_gradient(state.repeats, state.gradient, signals, lasting),
         drops=unexplained_drop(state.drops, signals, state.loss, thresholds, lasting),
+        shares=mixture_drift(state.shares, signals, lasting),
         domains=add_domains(state.domains, signals.domains, signals.loss),
     )
     optimizer_steps(signals, lasting)
@@ -214,6 +217,7 @@ def _in_regime(state: DetectorState, regime: int | None) -> DetectorState:
         copied=Share(),
         repeated=Share(),
         duplicated=Share(),
+        shares=(),
         creep=Best(),
     )
 

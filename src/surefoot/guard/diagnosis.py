@@ -40,6 +40,7 @@ CAUSES: Mapping[Kind, Cause] = {
     "logit_drift": "optimiser",
     "level_shift": "data",
     "validation": "data",
+    "mixture": "data",
     "frozen_gradient": "optimiser",
     "data_wait": "hardware",
     "throughput": "hardware",

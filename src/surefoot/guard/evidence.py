@@ -79,6 +79,8 @@ class Evidence:
     findings: tuple[Finding, ...]
     expected_loss: float = MISSING
     """What the batch's loss would have been in health."""
+    skips: int = 1
+    """Skipped steps in a row, this one included."""
     noise: float = 0.0
     """Relative spread of repeated passes of the same batch, the floor against which "differs" is judged; 0 under strict determinism."""
     low_precision: bool = False

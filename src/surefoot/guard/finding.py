@@ -22,6 +22,7 @@ Kind = Literal[
     "too_good",
     "frozen_gradient",
     "validation",
+    "mixture",
     "misaligned",
     "level_shift",
     "throughput",

@@ -22,6 +22,8 @@ DIP = 0.3
 """Rate during a dip, over the scheduled one."""
 HOLD_STEPS = 20
 RAMP_STEPS = 50
+SHORT_HOLD_STEPS = 10
+"""Of a dip against updates out of line with the rate, which bring it down by what was measured; and of its ramp."""
 SETTLE = 0.5
 """Where a dip ends when the rate itself is the trouble, over what it was; events multiply, so each halves again."""
 LOWEST_DIP = 0.01
@@ -119,7 +121,8 @@ def after_update(now: Situation) -> Action:
     if finding := alarms.get("optimizer_steps") or alarms.get("update_size"):
         again = repeats(now.record, now.signals.batch_index, config.cooldown)
         dip = _dip_against(finding) if again else None
-        return roll_back(now, finding.onset, dip=dip)
+        # The dip must be there when the fault comes again: no further back than it, the first time.
+        return roll_back(now, finding.onset, dip=dip, exactly=dip is not None and again == 1)
     if finding := alarms.get("slow_spike"):
         again = repeats(now.record, now.signals.batch_index, config.cooldown)
         return roll_back(now, finding.onset - MARGIN * 2**again, dip=_dip(settle=SETTLE if again else 1.0))
@@ -193,9 +196,15 @@ def _exclude(now: Situation) -> Rollback | None:
 
 
 def roll_back(
-    now: Situation, wanted: int, why: str = "", *, dip: LrEvent | None = None, exclude: Sequence[str] = ()
+    now: Situation,
+    wanted: int,
+    why: str = "",
+    *,
+    dip: LrEvent | None = None,
+    exclude: Sequence[str] = (),
+    exactly: bool = False,
 ) -> Action:
-    """Back to before a batch, further on a repeat; or halt, where as many rollbacks as may be did not help."""
+    """Back to before a batch, further on a repeat unless ``exactly``; or halt, where as many rollbacks as may be did not help."""
     record, config, batch = now.record, now.config, now.signals.batch_index
     if now.signals.step == 0 and not now.signals.applied:
         return SkipUpdate(
@@ -210,7 +219,7 @@ def roll_back(
             else "no rollback is allowed (guard.max_rollbacks=0)"
         )
         return Halt(reason=f"{because}; {spent}. {ADVICE[now.cause.cause]}")
-    to_batch = target(record, batch, wanted, config.cooldown)
+    to_batch = max(0, wanted) if exactly else target(record, batch, wanted, config.cooldown)
     if dip is not None and out_of_dips(now):
         dip = None
     done = f"going back to before batch {to_batch:,}"
@@ -244,7 +253,8 @@ def _dip_against(finding: Finding) -> LrEvent | None:
     if finding.kind != "update_size" or not finding.value > finding.normal > 0:
         return None
     ratio = finding.normal / finding.value if math.isfinite(finding.value) else 0.0
-    return _dip(settle=1.0, factor=max(LOWEST_DIP, min(0.5, ratio)))
+    factor = max(LOWEST_DIP, min(0.5, ratio))
+    return replace(_dip(settle=1.0, factor=factor), hold_steps=SHORT_HOLD_STEPS, ramp_steps=SHORT_HOLD_STEPS)
 
 
 def _named(found: Diagnosis) -> str:

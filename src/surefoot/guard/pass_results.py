@@ -10,6 +10,8 @@ EXCESS_LEFT = 0.25
 """or so much of the refused step's own excess, whichever is more."""
 SAME_GRADIENT = 2.0
 """Times its gradient norm when it was applied, within which a healthy batch is as it was."""
+LASTS = 3
+"""Skipped steps in a row that are no single bad batch any more."""
 NOISE_FLOORS = 3.0
 """A repeated pass differs when it is so many times the noise of repeating away."""
 
@@ -45,9 +47,12 @@ def cured(result: PassResult, evidence: Evidence) -> bool:
 
 
 def fine(healthy: PassResult, evidence: Evidence) -> bool:
-    """A batch that was healthy still is, so the weights are."""
+    """A batch that was healthy still is, so the weights are. Where it has its loss, a large gradient alone does not say that they are broken,
+    until the trouble has lasted for ``LASTS`` skipped steps: then other batches must be calm as well."""
     as_before = healthy.gradient_norm <= SAME_GRADIENT * healthy.gradient_before
-    return healthy.finite and not healthy.excess > LEAST_EXCESS and (as_before or _calm(healthy, evidence))
+    has_its_loss = evidence.skips < LASTS and math.isfinite(healthy.excess)
+    calm = has_its_loss or as_before or _calm(healthy, evidence)
+    return healthy.finite and not healthy.excess > LEAST_EXCESS and calm
 
 
 def _calm(result: PassResult, evidence: Evidence) -> bool:

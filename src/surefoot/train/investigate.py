@@ -131,6 +131,7 @@ def investigate(
         signals=judged.outcome.signals,
         findings=verdict.findings,
         expected_loss=verdict.scores.expected_loss,
+        skips=verdict.state.consecutive_skips,
         noise=noise_floor(state, batch, setup) if config.determinism == "fast" else 0.0,
         low_precision=can_widen(config, setup.world),
         suspects=rank(at_hand, expected),
