@@ -33,11 +33,15 @@ class DomainShare:
 
 def mixture_drift(shares: tuple[DomainShare, ...], signals: StepSignals, lasting: Lasting) -> tuple[DomainShare, ...]:
     """The shares with one more batch; a warning where a domain's recent share is far from its usual one."""
-    total = sum(domain.num_documents for domain in signals.domains)
-    if total == 0 or len(signals.domains) < 2:
+    counts = {domain.name: domain.num_documents for domain in signals.domains}
+    total = sum(counts.values())
+    if total == 0:
         return shares
     known = {share.name: share for share in shares}
-    after = tuple(_with(known.get(d.name), d.name, d.num_documents / total) for d in signals.domains)
+    # A domain that is not in the batch has none of it.
+    after = tuple(
+        _with(known.get(name), name, counts.get(name, 0) / total) for name in dict.fromkeys([*known, *counts])
+    )
     for share in after:
         recent = sum(share.recent) / len(share.recent)
         noise = math.sqrt(share.variance / RECENT)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from surefoot.config.data import Exclusion
 from surefoot.data.loader import Batch, Loader
-from surefoot.data.pack import BLANK, IGNORE, read_rows
+from surefoot.data.pack import BLANK, IGNORE
 from surefoot.proof.faults import Bench, Dose
 
 Ids = npt.NDArray[np.int64]
@@ -62,6 +62,34 @@ class SlowLoader(Loader):
         return self._inner.batch(batch_index, exclusions, rank, world)
 
 
+class JumpedLoader(Loader):
+    """A loader that reads one domain inside the window, whatever the mixture says: ``share`` of the others' rows give way to rows of it."""
+
+    def __init__(self, inner: Loader, dose: Dose) -> None:
+        vars(self).update(vars(inner))
+        self._inner, self._dose = inner, dose
+
+    def sample_ids(self, batch_index: int) -> Ids:
+        """As the loader's, with rows of one domain in the place of others."""
+        samples_B3 = self._inner.sample_ids(batch_index)
+        if batch_index not in self._dose.window:
+            return samples_B3
+        source = self._dose.seed % len(self.splits)
+        draw = np.random.default_rng([self._dose.seed, batch_index])
+        stray = np.flatnonzero(samples_B3[:, 0] != source)
+        stray = draw.permutation(stray)[: round(self._dose.share * len(stray))]
+        jumped_B3 = samples_B3.copy()
+        jumped_B3[stray, 0] = source
+        jumped_B3[stray, 2] = draw.integers(self.mixture.num_rows[source], size=len(stray))
+        return jumped_B3
+
+
+def jump(bench: Bench, dose: Dose) -> Bench:
+    """The bench, its mixture jumped in the window."""
+    loader = JumpedLoader(bench.data.loader, dose)
+    return dataclasses.replace(bench, data=dataclasses.replace(bench.data, loader=loader))
+
+
 def mark(batch: Batch, dose: Dose) -> Mask:
     """Which tokens are spoiled: whole rows in an order drawn for the batch, and the beginning of one more, ``share`` of all; blank ones never."""
     rows, width = batch.tokens_BT.shape
@@ -96,15 +124,6 @@ def same_rows(batch: Batch, marked_BT: Mask, loader: Loader, dose: Dose) -> tupl
     first = loader.batch(dose.onset)
     rows = _with_next(first.tokens_BT, first.targets_BT)[: max(1, round(dose.magnitude))]
     return _rewrite(batch, marked_BT, rows[np.arange(len(batch.tokens_BT)) % len(rows)])
-
-
-def one_domain(batch: Batch, marked_BT: Mask, loader: Loader, dose: Dose) -> tuple[Ids, Ids]:
-    """Rows of one domain, whatever the mixture says."""
-    source = dose.seed % len(loader.splits)
-    stray = batch.samples_B3[:, 0] != source
-    numbers = _drawing(dose, batch).integers(loader.mixture.num_rows[source], size=len(stray)).tolist()
-    rows = read_rows([(loader.splits[source], row) for row in numbers], batch.tokens_BT.shape[1], False)
-    return _rewrite(batch, marked_BT & stray[:, None], _with_next(rows.tokens_BT, rows.targets_BT))
 
 
 def shifted_targets(batch: Batch, marked_BT: Mask, loader: Loader, dose: Dose) -> tuple[Ids, Ids]:

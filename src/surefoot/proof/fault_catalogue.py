@@ -140,7 +140,7 @@ CATALOGUE: tuple[Fault, ...] = (
         curable=False,
         length=(30, 90),
         dilutable=True,
-        arm=_spoiling(data_faults.one_domain),
+        arm=data_faults.jump,
     ),
     Fault(
         name="rate_times_10",
