@@ -15,6 +15,9 @@ dev:             ## the same, and what the tests need
 train: venv      ## train the tiny recipe on the text of this Python installation, then open runs/*/report.html
 	@.venv/bin/surefoot train tiny
 
+drill: venv      ## plant one bad document and see what the guard does; opens offline: runs/drill-quick/drill.html
+	@.venv/bin/surefoot drill --quick
+
 test: dev        ## the test suite
 	@OMP_NUM_THREADS=1 $(RUN) pytest -n 2 --dist worksteal -m "not proof and not device"
 
@@ -31,4 +34,4 @@ proof: dev       ## the long proofs; resumable, results under docs/proof
 device-check: dev ## the checks that need a GPU
 	@$(RUN) pytest -m device tests/device -s
 
-.PHONY: help venv dev train test check proof device-check
+.PHONY: help venv dev train drill test check proof device-check
