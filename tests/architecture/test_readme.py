@@ -54,3 +54,22 @@ def test_the_exit_codes_are_those_of_the_program() -> None:
     sentence = re.search(r"Exit codes: ([^.]+)\.", README)
     assert sentence is not None
     assert set(map(int, re.findall(r"\b\d+\b", sentence[1]))) == set(MEANINGS) - {1}
+
+
+def test_the_figures_of_the_drill_are_those_of_its_result_files() -> None:
+    from surefoot.proof.alarm_rates import read_segments
+    from surefoot.proof.drill_cells import read_cells
+    from surefoot.proof.drill_score import score
+
+    folder = ROOT / "docs" / "proof" / "drill"
+    found, segments = score(read_cells(folder)), read_segments(folder / "healthy")
+    cured = sum(line.cured for line in found.curable)
+    actions = sum(sum(segment["actions"].values()) for segment in segments)
+    for figure in (
+        f"**{len(found.detected)} of {len(found.harmful)}** harmful faults",
+        f"**{found.right} of {len(found.detected)}** causes",
+        f"**{cured} of {len(found.curable)}** curable kinds",
+        f"**{sum(segment['steps'] for segment in segments):,}** healthy steps",
+        f"**{actions}** times for nothing",
+    ):
+        assert figure in README.replace("\n", " "), figure

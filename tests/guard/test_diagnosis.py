@@ -6,9 +6,10 @@ from typing import Any, get_args
 
 import pytest
 
-from surefoot.guard.diagnosis import CAUSES, cause_of, diagnose, differs, next_pass, shown_by_tokens
+from surefoot.guard.diagnosis import CAUSES, accused, cause_of, diagnose, differs, next_pass, shown_by_tokens
 from surefoot.guard.evidence import Diagnosis, Evidence, PassKind, PassResult, Suspect
 from surefoot.guard.finding import Finding, Kind, Severity
+from surefoot.guard.limits import LEAKED
 from surefoot.guard.signals import BatchFacts, ProbeSignals, RoleProbe, StepSignals
 
 BATCH, EXPECTED, LOSS, NORM = 120, 2.4, 8.0, 0.9
@@ -46,7 +47,9 @@ def evidence(*results: PassResult, loss: float = LOSS, norm: float = NORM, **fie
         applied=fields.pop("applied", False),
         facts=fields.pop("facts", BatchFacts()),
     )
-    found = fields.pop("findings", (finding("loss_spike"),))
+    facts = signals.facts
+    odd = "copied" if facts.copied > LEAKED else "repeated" if facts.repeated > 0 else ""
+    found = fields.pop("findings", (finding("loss_spike", where=odd),))
     return Evidence(signals=signals, findings=found, expected_loss=EXPECTED, results=results, **fields)
 
 
@@ -133,7 +136,6 @@ TABLE: list[tuple[str, Evidence, list[PassResult], Answer]] = [
     ("misaligned", evidence(facts=BatchFacts(misaligned=0.9)), [], ([], "data", False, True)),
     ("leaked", evidence(facts=BatchFacts(copied=0.9)), [], ([], "data", False, True)),
     ("flooded", evidence(facts=BatchFacts(repeated=0.3)), [], ([], "data", False, True)),
-    ("read twice", evidence(reread=0.5), [], ([], "data", False, True)),
     (
         "weights not finite",
         evidence(probe=ProbeSignals(step=110, weights_finite=False)),
@@ -373,20 +375,35 @@ def test_the_gravest_and_most_telling_finding_names_the_cause(findings: tuple[Fi
 def test_facts_about_the_tokens_count_only_out_of_the_band_but_misalignment_always() -> None:
     quiet = (finding("stale_second_moment", "warning"),)
     loud = (finding("loss_spike"),)
-    for facts, phrase in (
-        (BatchFacts(copied=0.9), "90 % of the targets stand in the input"),
-        (BatchFacts(repeated=0.3), "30 % of the tokens"),
-        (BatchFacts(duplicated=0.5), "50 % of the rows were read before in the last 64 batches"),
+    for facts, where, phrase in (
+        (BatchFacts(copied=0.9), "copied", "90 % of the targets stand in the input"),
+        (BatchFacts(repeated=0.3), "repeated", "30 % of the tokens"),
+        (BatchFacts(repeated=0.9, copied=0.9), "copied", "90 % of the tokens"),
     ):
         assert shown_by_tokens(facts, quiet) == ""
-        assert phrase in shown_by_tokens(facts, loud)
-    assert shown_by_tokens(BatchFacts(), quiet, 0.5) == ""
-    assert shown_by_tokens(BatchFacts(), loud, 0.5) == "50 % of the rows were read before in the last 64 batches"
-    assert shown_by_tokens(BatchFacts(copied=0.3, repeated=0.05, duplicated=0.2), loud, 0.1) == ""
+        assert shown_by_tokens(facts, loud) == ""  # no more of it than usual
+        assert shown_by_tokens(facts, (finding("stale_second_moment", "warning", where=where),)) == ""
+        assert phrase in shown_by_tokens(facts, (finding("loss_spike", where=where),))
+    assert shown_by_tokens(BatchFacts(copied=0.3, repeated=0.05), (finding("loss_spike", where="copied"),)) == ""
     assert "1 % of the targets are not the tokens shifted by one" in shown_by_tokens(BatchFacts(misaligned=0.01), ())
     assert shown_by_tokens(BatchFacts(misaligned=0.004), ()).startswith("0.4 % of the targets")
     assert shown_by_tokens(BatchFacts(misaligned=0.0005), loud) == ""
-    assert cause_of(loud, BatchFacts(copied=0.9)) == "data"
+    assert cause_of((finding("gradient_spike", where="copied"),), BatchFacts(copied=0.9)) == "data"
+    assert cause_of((finding("gradient_spike"),), BatchFacts(copied=0.9)) == "optimiser"
+
+
+def test_of_many_suspects_one_far_ahead_of_the_others_is_tried_alone() -> None:
+    first, near, far = (replace(suspect(name * 16), z=z) for name, z in (("a", 40.0), ("b", 20.0), ("c", -4.5)))
+    assert accused(evidence(suspects=(first, far))) == (first,)
+    assert accused(evidence(suspects=(first, near, far))) == (first, near, far)
+    unknown = replace(first, z=math.inf)
+    assert accused(evidence(suspects=(unknown, far))) == (unknown, far)
+
+
+def test_broken_weights_are_not_explained_away_by_the_batchs_tokens() -> None:
+    broken = evidence(facts=BatchFacts(repeated=0.4), probe=ProbeSignals(step=110, weights_finite=False))
+    assert diagnose(broken).state_is_broken
+    assert next_pass(broken, 3) is None
 
 
 def test_a_too_good_alarm_carries_its_own_evidence() -> None:

@@ -77,7 +77,8 @@ def test_a_refused_step_changes_only_the_counters_and_the_detectors() -> None:
         ({"gradient_norm": math.inf}, (), 0, 0),
         ({"facts": BatchFacts(misaligned=0.5)}, (finding("misaligned"),), 1, 0),
         ({"facts": BatchFacts(copied=0.9)}, (finding("too_good"),), 1, 0),
-        ({"facts": BatchFacts(repeated=0.5)}, (finding("document_spike"),), 1, 0),
+        ({"facts": BatchFacts(repeated=0.5)}, (finding("document_spike", where="repeated"),), 1, 0),
+        ({"facts": BatchFacts(repeated=0.5)}, (finding("document_spike"),), 0, 3),
         ({"facts": BatchFacts(repeated=0.5)}, (), 0, 3),
     ],
 )
@@ -256,8 +257,8 @@ def test_a_batch_that_one_document_alone_has_spoilt_is_read_again_without_it_onc
 
 
 def test_what_the_tokens_show_is_counted_once() -> None:
-    leaked = evidence(facts=BatchFacts(copied=0.9))
-    judged = decided(GuardState(), finding(), applied=False, facts=BatchFacts(copied=0.9))
+    leaked = replace(evidence(facts=BatchFacts(copied=0.9)), findings=(finding(where="copied"),))
+    judged = decided(GuardState(), finding(where="copied"), applied=False, facts=BatchFacts(copied=0.9))
     assert judged.state.data_skips == 1
     assert isinstance(judged.action, Investigate)  # which documents it was, no more
     concluded = conclude(judged.state, leaked, GUARDED, Record())
@@ -275,7 +276,7 @@ def test_a_broken_state_is_rolled_back_and_halts_when_rollbacks_are_spent() -> N
 
 
 def test_an_applied_update_is_never_skipped_after_the_fact() -> None:
-    for given in (evidence(applied=True), evidence(applied=True, reread=0.9)):
+    for given in (evidence(applied=True),):
         verdict = conclude(GuardState(healthy_batches=4), given, GUARDED, Record())
         assert verdict.action == Proceed()
         assert verdict.state == GuardState(healthy_batches=4)

@@ -333,6 +333,20 @@ def test_decisions_about_batches_that_are_read_again_before_a_rollbacks_target_a
     assert lr_event(far, 8, 7).lr_events == near.lr_events
 
 
+def test_what_lies_before_a_rollbacks_target_is_judged_again_as_it_was_the_first_time() -> None:
+    """Batches that are only read again know nothing of what happened after them; from the target on it counts."""
+    ledger = lr_event(attempt(Ledger(), 0), 25, 24)
+    ledger = write(ledger, "verdict", action="rollback", text="t", batch_index=40, to_batch=30)
+    ledger = attempt(lr_event(ledger, 40, 30), 5, "rollback")
+    assert ledger.record_at(10) == Record()
+    assert ledger.record_at(29).rollbacks == ()
+    assert ledger.record_at(30).lr_events_at == (40,)
+    assert [past.at_batch for past in ledger.record_at(35).rollbacks] == [40]
+    again = lr_event(ledger, 25, 24)
+    assert again.record_at(35).lr_events_at == (40, 25)
+    assert ledger.record == ledger.record_at(40)
+
+
 @pytest.mark.parametrize("missing", KINDS["lr_event"])
 def test_an_lr_event_needs_all_that_a_rate_is_made_of(missing: str) -> None:
     whole = dict(lr_event(attempt(Ledger(), 0), 8, 6).rows[-1])

@@ -64,6 +64,11 @@ def test_an_alarm_is_said_again_when_its_excess_has_doubled_and_anew_after_it_ha
     assert len(logits([2e4, 2e4, 5.0, 5.0, 2e4])) == 2
 
 
+def test_a_layer_that_has_gone_silent_is_no_growth() -> None:
+    assert logits([20 * 1.3**n for n in range(5)] + [0.0, 0.0, 0.0]) == []
+    assert logits([-1.0, -0.5, 0.0, -0.1, 0.0]) == []
+
+
 def test_logits_beyond_ruin_are_an_alarm_at_once_and_said_once() -> None:
     (finding,) = logits([2e4, 2e4, 2.1e4])
     assert finding.severity == "alarm"

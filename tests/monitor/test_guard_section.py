@@ -259,3 +259,34 @@ def test_an_unharmed_run_says_so_and_a_long_story_is_cut_aloud(guarded: Run) -> 
     html = guard_section([first] * (SHOWN + 5))
     assert f"The newest {SHOWN} of {SHOWN + 5}; ledger.jsonl has them all." in html
     assert html.count("<li") == SHOWN
+
+
+def test_a_batch_read_again_without_a_document_is_told_as_that_and_is_no_rollback(tmp_path: Path) -> None:
+    with RunStore(tmp_path / "run", print) as store:
+        store.write_config('recipe = "tiny"\nsteps = 20\n')
+        store.open_attempt(reason="start", from_step=0, from_batch=0)
+        for batch in range(6):
+            step(store, batch, min(batch + 1, 5), skipped=batch == 5)
+        row = {
+            "text": "Leaving out 1 document: it did it.",
+            "batch_index": 5,
+            "to_batch": 5,
+            "exclude": ["5eedf00ddeadbeef"],
+        }
+        store.record("verdict", action="exclude", **row, diagnosis=DIAGNOSIS, suspects=[SUSPECT])
+        left_out = (Exclusion(document="5eedf00ddeadbeef", from_batch=5),)
+        store.open_attempt(
+            reason="rollback", from_step=5, from_batch=5, checkpoint="in place", exclude=left_out, cause="it did it"
+        )
+        for batch in range(5, 12):
+            step(store, batch, batch + 1)
+    run = Run(tmp_path / "run")
+    summary = summarise(run)
+    assert (summary.read_again, summary.rollbacks, summary.skipped, len(summary.excluded)) == (1, 0, 0, 1)
+    told = health(run, summary, run.status()).sentences
+    assert "1 batch was read again without documents that had spoilt it." in told
+    assert not any("nothing had to be undone" in text for text in told)
+    (deed,) = deeds(run)
+    assert (deed.what, deed.batch_index, deed.diagnosis["cause"]) == ("left out", 5, "data")
+    assert deed.text.startswith("Reading batch 5 again at step 5, because it did it; from there on without 1 document")
+    assert "left out" in guard_section([deed])

@@ -30,7 +30,7 @@ from surefoot.train import investigate as investigating
 from surefoot.train import loop
 from surefoot.train.acting import Judged
 from surefoot.train.candidates import candidates, half, without_documents
-from surefoot.train.investigate import Applied, Recent, can_widen, investigate, one_pass, reread, token_losses, widened
+from surefoot.train.investigate import Applied, Recent, can_widen, investigate, one_pass, token_losses, widened
 from surefoot.train.run import OpenRun, open_run
 from surefoot.train.setup import Setup, set_up
 from surefoot.train.state import TrainState
@@ -213,16 +213,6 @@ def test_blanked_documents_are_no_candidates(loader: Loader) -> None:
     gone = loader.batch(3, [Exclusion(document=whole[0].document)])
     left = candidates(gone, losses_with(gone, 0, 0, 9.0), loader, ByteTokenizer(), lambda domain: NOT_KNOWN, ALONE)
     assert whole[0].document not in {candidate.document for candidate in left}
-
-
-def test_rows_read_before_under_another_name_are_noticed(config: RunConfig, tmp_path: Path) -> None:
-    with open_run(config, tmp_path / "run", ALONE, notify=ignore, peak=0.0) as run:
-        batch, earlier = run.data.loader.batch(9), run.data.loader.batch(5)
-        assert reread(batch, run.data, run.keeping, ALONE) == 0.0
-        tokens = batch.tokens_BT.copy()
-        tokens[1], tokens[3] = earlier.tokens_BT[0], earlier.tokens_BT[2]
-        again = dataclasses.replace(batch, tokens_BT=tokens)
-        assert reread(again, run.data, run.keeping, ALONE) == 0.5
 
 
 def test_full_precision_is_the_fp32_run_of_the_same_weights(

@@ -95,6 +95,21 @@ def test_without_a_certified_checkpoint_a_rollback_goes_to_the_initial_weights(
     assert rolled.digests == never.digests
 
 
+def test_a_long_run_is_not_thrown_away_for_want_of_a_target_but_halts(
+    config: RunConfig, vary: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = vary(config, **{"guard.snapshots": 0, "guard.certify_after": 1000})
+    monkeypatch.setattr("surefoot.train.rollback.MOST_LOST", 17)
+    long = rehearse(config, tmp_path / "long", Script(rollback_after=17, rollback_to=14))
+    assert long.reason == "halted"
+    reason = Run(tmp_path / "long").ledger.of_kind("stop")[-1]["reason"]
+    assert "no certified state at or before batch 14 is left" in reason
+    assert "would throw 18 batches away" in reason
+    assert (tmp_path / "long" / "checkpoints" / "step-000015-attempt-0001").is_dir()
+    short = rehearse(config, tmp_path / "short", Script(rollback_after=16, rollback_to=14))
+    assert short.reason == "done"
+
+
 def test_a_save_that_is_under_way_is_waited_for_before_a_rollback_decides(
     config: RunConfig, vary: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

@@ -58,7 +58,7 @@ class GuardConfig:
     max_lr_events: int = 4
     """LR events the guard may order in a run."""
     max_investigations: int = 20
-    """Batches that may be investigated in a run (at most 3 extra passes each); 0 is never."""
+    """Batches that may be investigated in any 1,000 (at most 3 extra passes each); 0 is never."""
     cooldown: int = 100
     """Batches after a rollback or LR event in which the same trouble again escalates."""
     probe_every: int = 50

@@ -8,9 +8,9 @@ from surefoot.guard.finding import Finding
 from surefoot.guard.signals import StepSignals
 
 ADVICE: Mapping[Cause, str] = {
-    "data": "Look at the batches named in `surefoot report RUN`, repair or leave out their source, and run the same command again",
+    "data": "Look at the batches named in `surefoot report RUN`; `surefoot fork RUN --at STEP` goes on with their source repaired or left out",
     "optimiser": "Fork from an earlier checkpoint with `surefoot fork RUN --at STEP` and a lower optim.lr, a longer warm-up or QK-norm",
-    "numerics": "Run on with precision fp32, or fork with `surefoot fork RUN --at STEP` and QK-norm or z-loss, which keep numbers in range",
+    "numerics": "Fork with `surefoot fork RUN --at STEP` and parallel.precision=fp32, or QK-norm or z-loss, which keep numbers in range",
     "hardware": "Check the device (`surefoot doctor`, its error counters) and run the same command on another machine if it comes again",
     "unknown": "Look at the last steps in `surefoot report RUN`, then fork with `surefoot fork RUN --at STEP` and a lower optim.lr",
 }

@@ -53,6 +53,8 @@ def arrival(points: Sequence[Point], ruin: float) -> float:
     (start, _), (step, value) = points[0], points[-1]
     if value >= ruin:
         return float(step)
+    if value <= 0:  # a layer that a fault has silenced
+        return math.inf
     half = len(points) // 2
     early, late = log_slope(points[: half + 1]), log_slope(points[half:])
     slope = min(log_slope(points), late)

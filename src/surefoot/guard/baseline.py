@@ -84,7 +84,7 @@ class Baseline:
     def accept(self, value: float) -> "Baseline":
         """With one more value, unless it is missing; those rejected before it are forgotten."""
         if not abs(value) <= LARGEST:
-            return self
+            return replace(self, rejected=()) if self.rejected else self
         residuals = self.residuals
         if len(self.values) >= SETTLED:
             residuals = (*residuals[1 - WINDOW :], value - forecast(self.values))

@@ -12,10 +12,10 @@ from surefoot.guard.pass_results import cured, differs, fine
 from surefoot.guard.signals import BatchFacts
 from surefoot.guard.suspects import stands_out
 
+FAR_AHEAD = 3.0
+"""Times the z of the next suspect from which the first is taken to have done it alone."""
 REPEATED = 0.1
 """Share of tokens in an n-gram flood; banners and tables reach a few per cent."""
-REREAD = 0.25
-"""Share of rows read again within 64 batches; a shuffled epoch has none."""
 
 OUTSIDE: frozenset[Kind] = frozenset({"nonfinite", "loss_spike", "document_spike", "gradient_spike", "too_good"})
 """Findings that say the batch is out of its band: facts about its tokens count as the reason only together with one."""
@@ -64,24 +64,21 @@ def cause_of(findings: Sequence[Finding], facts: BatchFacts | None = None) -> Ca
     return next((cause for kind, cause in CAUSES.items() if kind in kinds), "unknown")
 
 
-def shown_by_tokens(facts: BatchFacts, findings: Sequence[Finding], reread: float = 0.0) -> str:
+def shown_by_tokens(facts: BatchFacts, findings: Sequence[Finding]) -> str:
     """What is wrong with the batch's tokens, without asking the model; empty where nothing is shown.
 
-    Misaligned targets are wrong whatever the loss says. Copies, floods and rows read again count only when a finding says that the batch
-    is out of its band: alone they are odd, not harmful. A too-good alarm is raised on such evidence only, measured against what is usual.
+    Misaligned targets are wrong whatever the loss says. A too-good alarm is raised on such evidence only. Copies and floods count only with a
+    finding that says that the batch is out of its band and that they are more than usual (its ``where``): alone they are odd, not harmful.
     """
     if facts.misaligned > MISALIGNED:
         return f"{_percent(facts.misaligned)} of the targets are not the tokens shifted by one"
-    if not any(f.kind in OUTSIDE for f in findings):
-        return ""
+    odd = {f.where for f in findings if f.kind in OUTSIDE}
     if leak := next((f for f in findings if f.kind == "too_good" and f.severity == "alarm"), None):
         return leak.text
-    if facts.repeated > REPEATED:
+    if facts.repeated > REPEATED and odd & {"repeated", "copied"}:
         return f"{_percent(facts.repeated)} of the tokens are a few repeated over and over"
-    if facts.copied > LEAKED:
+    if facts.copied > LEAKED and "copied" in odd:
         return f"{_percent(facts.copied)} of the targets stand in the input at their own place: the answer leaks"
-    if (again := max(reread, facts.duplicated)) > REREAD:
-        return f"{_percent(again)} of the rows were read before in the last 64 batches"
     return ""
 
 
@@ -110,7 +107,7 @@ def _worth_asking(evidence: Evidence) -> PassKind | None:
     if weights_broken(evidence.probe, evidence.probes_before):
         return None
     without = evidence.result("without_suspects")
-    if shown_by_tokens(evidence.signals.facts, evidence.findings, evidence.reread):
+    if shown_by_tokens(evidence.signals.facts, evidence.findings):
         # Of rows that came again the loss is healthy, with any documents and without.
         again = any(f.where == "duplicated" for f in evidence.findings)
         asked = without is not None or evidence.signals.facts.misaligned > MISALIGNED or again
@@ -150,14 +147,14 @@ def _where_in_the_batch(evidence: Evidence, suspected: bool) -> PassKind | None:
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """The likely cause, by the strongest evidence there is: tokens, weights, passes in the order they are taken, then the findings alone."""
-    if shown := shown_by_tokens(evidence.signals.facts, evidence.findings, evidence.reread):
-        return _shown(shown, evidence)
+    """The likely cause, by the strongest evidence there is: weights, tokens, passes in the order they are taken, then the findings alone."""
     if broken := weights_broken(evidence.probe, evidence.probes_before):
         marks = optimiser_marks(evidence)
         cause: Cause = "optimiser" if marks else "hardware"
         why = f"; {marks}" if marks else ", while updates were of their usual size: a bit may have flipped"
         return Diagnosis(cause=cause, text=f"{broken}{why}", state_is_broken=True, certain=True)
+    if shown := shown_by_tokens(evidence.signals.facts, evidence.findings):
+        return _shown(shown, evidence)
     same = evidence.result("same_batch")
     if same is None:
         return _by_findings(evidence, "")
@@ -179,10 +176,14 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 
 
 def accused(evidence: Evidence) -> tuple[Suspect, ...]:
-    """The suspects that ``without_suspects`` blanks: those whose loss stands out, or where the tokens show what is wrong, those with
-    odd text."""
-    shown = shown_by_tokens(evidence.signals.facts, evidence.findings, evidence.reread)
-    return tuple(s for s in evidence.suspects if (s.reasons if shown else stands_out(s)))
+    """The suspects that ``without_suspects`` blanks: where the tokens show what is wrong, those with odd text; else those whose loss stands
+    out, or the first alone where it stands out ``FAR_AHEAD`` times as far as the next: of many documents a few stand out by chance."""
+    if shown_by_tokens(evidence.signals.facts, evidence.findings):
+        return tuple(s for s in evidence.suspects if s.reasons)
+    standing = sorted((s for s in evidence.suspects if stands_out(s)), key=lambda s: -abs(s.z))
+    if len(standing) > 1 and math.isfinite(standing[0].z) and abs(standing[0].z) >= FAR_AHEAD * abs(standing[1].z):
+        return tuple(standing[:1])
+    return tuple(s for s in evidence.suspects if stands_out(s))
 
 
 def _shown(shown: str, evidence: Evidence) -> Diagnosis:

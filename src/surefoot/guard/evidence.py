@@ -88,8 +88,6 @@ class Evidence:
     results: tuple[PassResult, ...] = ()
     suspects: tuple[Suspect, ...] = ()
     """Most suspect first; those that ``without_suspects`` blanks."""
-    reread: float = 0.0
-    """Share of this batch's rows whose tokens were also read in the last 64 batches, under another sample id or the same."""
     probe: ProbeSignals | None = None
     probes_before: tuple[ProbeSignals, ...] = field(default=())
     """The last cadence probe, if any."""

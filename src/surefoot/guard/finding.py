@@ -29,7 +29,7 @@ Kind = Literal[
     "data_wait",
 ]
 Severity = Literal["note", "warning", "alarm"]
-"""note: said, never acted on. warning: ``strict`` acts. alarm: ``guarded`` acts too."""
+"""note: said, never acted on. warning: said, and what ``strict`` may act on. alarm: ``guarded`` acts too."""
 
 
 @dataclass(frozen=True, kw_only=True)

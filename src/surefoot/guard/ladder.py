@@ -28,6 +28,8 @@ SETTLE = 0.5
 """Where a dip ends when the rate itself is the trouble, over what it was; events multiply, so each halves again."""
 LOWEST_DIP = 0.01
 """A measured update far out of line dips the rate no further."""
+INVESTIGATION_SPAN = 1000
+"""Batches over which ``max_investigations`` is counted."""
 LOOK_AGAIN = 3
 """Skipped step in a row that is investigated a second time: what lasts may be the state."""
 MARGIN = 20
@@ -38,7 +40,6 @@ SUDDEN_MARGIN = 2
 DIPS: frozenset[Kind] = frozenset({"attention_growth", "entropy_collapse", "activation_explosion", "update_ratio"})
 """Alarms that a lower rate cures, with weights as they are."""
 DIPS_IF_STRICT: frozenset[Kind] = DIPS | {
-    "slow_spike",
     "update_size",
     "stale_second_moment",
     "embedding_gradient",
@@ -126,14 +127,9 @@ def after_update(now: Situation) -> Action:
     if finding := alarms.get("slow_spike"):
         again = repeats(now.record, now.signals.batch_index, config.cooldown)
         return roll_back(now, finding.onset - MARGIN * 2**again, dip=_dip(settle=SETTLE if again else 1.0))
-    if dips := [f for f in acted if f.kind in (DIPS if f.severity == "alarm" else DIPS_IF_STRICT)]:
-        return _dip_rate(now, dips)
-    looked = (
-        now.record.investigations_at
-        and abs(now.signals.batch_index - now.record.investigations_at[-1]) <= config.cooldown
-    )
-    if any(f.kind == "too_good" for f in now.findings) and not looked and _may_investigate(now):
-        return Investigate(cause=f"{now.seen}; was it read before?", passes=0)
+    dips = [f for f in acted if f.kind in (DIPS if f.severity == "alarm" else DIPS_IF_STRICT)]
+    if dips and isinstance(lower := _dip_rate(now, dips), LrEvent):
+        return lower
     if now.signals.clipped_harder:
         return ClipHarder(cause=f"{now.seen}; its gradient was scaled down to the guard's limit")
     return Proceed()
@@ -146,7 +142,13 @@ def _names_documents(now: Situation) -> bool:
 
 
 def _may_investigate(now: Situation) -> bool:
-    return len(now.record.investigations_at) < now.config.max_investigations
+    within = [at for at in now.record.investigations_at if abs(now.signals.batch_index - at) < INVESTIGATION_SPAN]
+    return len(within) < now.config.max_investigations
+
+
+def _lately(now: Situation, batches: Sequence[int]) -> bool:
+    """Something was ordered within the cool-down."""
+    return any(abs(now.signals.batch_index - at) <= now.config.cooldown for at in batches)
 
 
 def out_of_dips(now: Situation) -> bool:
@@ -175,8 +177,7 @@ def after_investigation(now: Situation) -> Action:
         optimiser = found.cause == "optimiser"
         margin = (MARGIN if optimiser else SUDDEN_MARGIN) * 2**again
         dip = _dip(settle=1.0 if again == 1 else SETTLE) if optimiser and again else None
-        exclude = tuple(dict.fromkeys(s.document for s in found.suspects)) if found.cause == "data" else ()
-        return roll_back(now, onset - margin, found.text, dip=dip, exclude=exclude)
+        return roll_back(now, onset - margin, found.text, dip=dip)
     if found.cured_without and (exclusion := _exclude(now)):
         return exclusion
     if found.cause == "hardware" and now.config.policy == "strict":
@@ -201,7 +202,6 @@ def roll_back(
     why: str = "",
     *,
     dip: LrEvent | None = None,
-    exclude: Sequence[str] = (),
     exactly: bool = False,
 ) -> Action:
     """Back to before a batch, further on a repeat unless ``exactly``; or halt, where as many rollbacks as may be did not help."""
@@ -226,15 +226,12 @@ def roll_back(
     if dip is not None:
         done += f" with the rate at {100 * dip.factor:.0f} % for {dip.hold_steps} steps"
         dip = replace(dip, cause=because)
-    if exclude:
-        done += f", without {', '.join(exclude)}"
-    return Rollback(to_batch=to_batch, exclude=tuple(exclude), cause=f"{because}; {done}", lr_event=dip)
+    return Rollback(to_batch=to_batch, cause=f"{because}; {done}", lr_event=dip)
 
 
 def _dip_rate(now: Situation, dips: Sequence[Finding]) -> Action:
     """A dip, unless one ordered lately must first show what it does, or all are spent."""
-    events, batch = now.record.lr_events_at, now.signals.batch_index
-    if out_of_dips(now) or (events and batch - events[-1] <= now.config.cooldown):
+    if out_of_dips(now) or _lately(now, now.record.lr_events_at):
         return Proceed()
     # A warning is dipped and re-warmed; for an alarm the rate has been too high and stays lower.
     settle = SETTLE if any(f.severity == "alarm" for f in dips) else 1.0

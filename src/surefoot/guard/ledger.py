@@ -95,6 +95,10 @@ class Ledger:
         """What the guard has spent so far."""
         return self.decisions.record()
 
+    def record_at(self, batch_index: int) -> Record:
+        """What it has spent, as far as it concerns the verdict on a batch."""
+        return self.decisions.record(batch_index)
+
     @cached_property
     def lr_events(self) -> tuple[LrChange, ...]:
         """What the learning rate is multiplied by, from when on."""

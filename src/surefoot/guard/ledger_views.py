@@ -18,6 +18,9 @@ class Decision:
     row: Row
     restored: int = -1
     """Of a rollback: the batch counter of the state it restored; -1 while it was not carried out."""
+    counts_from: int = 0
+    """First batch whose verdict it may weigh on. Of one that a rollback left behind: where that rollback went to, so that what lies before, when it
+    is gone through again, is judged as it was the first time."""
 
     @property
     def batch_index(self) -> int:
@@ -67,16 +70,17 @@ class Decisions:
         if ordered:
             to_batch = int(path[ordered[-1]].row["to_batch"])
             path[ordered[-1]] = replace(path[ordered[-1]], restored=from_batch)
-        left = tuple(d for d in path if d.batch_index >= to_batch)
+        left = tuple(replace(d, counts_from=to_batch) for d in path if d.batch_index >= to_batch)
         return Decisions((*self.spent, *left), tuple(d for d in path if d.batch_index < from_batch))
 
     def all(self) -> list[Decision]:
         """Every decision that counts, in the order it was taken."""
         return sorted((*self.spent, *self.path), key=lambda decision: int(decision.row["n"]))
 
-    def record(self) -> Record:
-        """What the guard has spent. Rows of investigated batches carry ``passes``; an LR event that a fork took over is not its own."""
-        decided = self.all()
+    def record(self, batch_index: int | None = None) -> Record:
+        """What the guard has spent, as far as it concerns the verdict on a batch (None: ever). Rows of investigated batches carry ``passes``; an
+        LR event that a fork took over is not its own."""
+        decided = [d for d in self.all() if batch_index is None or d.counts_from <= batch_index]
         return Record(
             rollbacks=tuple(
                 PastRollback(at_batch=d.batch_index, to_batch=int(d.row["to_batch"]), restored=d.restored)

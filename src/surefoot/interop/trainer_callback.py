@@ -94,6 +94,9 @@ class _Guarding:
             )
             raise ValueError(f"{missing}, and the guard judges by both; use LoopGuard in a loop of your own")
         loss = sum(self._losses) / (1 if self._summed else len(self._losses))
+        if self._summed and getattr(args, "average_tokens_across_devices", False):
+            # Then they are shares of all ranks' targets, and the guard averages over ranks once more.
+            loss *= max(1, args.world_size)
         lr = float(kwargs["optimizer"].param_groups[0]["lr"])
         norm, self._norm = self._norm, None
         self._losses.clear()

@@ -72,7 +72,8 @@ class LoopGuard:
         """Updates asked for: batches, if you accumulate no gradients."""
         self._parameters, self._max_norm, self._restore = tuple(parameters), max_norm, restore
         self._world = foreign_world()
-        self._file = LedgerFile(Path(folder) / "ledger.jsonl") if folder is not None and self._world.leads else None
+        self._path = Path(folder) / "ledger.jsonl" if folder is not None and self._world.leads else None
+        self._file = LedgerFile(self._path) if self._path else None
         if self._file and self._file.torn:
             _say(self._world, logging.WARNING, self._file.torn)
         rows = from_rank_zero(list(self._file.ledger.rows) if self._file else [], self._world)
@@ -144,9 +145,10 @@ class LoopGuard:
         self._opened = False
 
     def close(self) -> None:
-        """Let go of the ledger file."""
+        """Let go of the ledger file; the next batch opens it again."""
         if self._file:
             self._file.close()
+            self._file, self._opened = None, False
 
     def __enter__(self) -> Self:
         return self
@@ -164,10 +166,10 @@ class LoopGuard:
             self._record("attempt", **self._attempt("resume" if self.ledger.attempt else "start"))
             self._opened = True
 
-    def _attempt(self, reason: str, cause: str = "") -> dict[str, Any]:
+    def _attempt(self, reason: str, cause: str = "", checkpoint: str = "") -> dict[str, Any]:
         place = {"from_step": self.step, "from_batch": self.batch_index}
         number = self.ledger.attempt + 1
-        return {"attempt": number, "reason": reason, "checkpoint": "", "exclude": [], "cause": cause, **place}
+        return {"attempt": number, "reason": reason, "checkpoint": checkpoint, "exclude": [], "cause": cause, **place}
 
     def _reduced(self, loss: float, norm: float, largest: float, targets: int) -> tuple[float, float, float, int]:
         """The numbers of all ranks together: mean loss by targets, mean norm, largest document loss."""
@@ -199,7 +201,7 @@ class LoopGuard:
                 return self._roll_back(verdict, action, batch)
             case LrEvent(cause=cause):
                 self._tell(verdict, "lr_event", cause, batch, logging.WARNING)
-                self._order_rate(action, batch)
+                self._order_rate(action, batch, self.step)
             case Halt(reason=reason):
                 self._tell(verdict, "halt", reason, batch, logging.ERROR)
                 self._record("stop", reason=reason)
@@ -215,9 +217,10 @@ class LoopGuard:
         self._tell(
             verdict, "rollback", f"Rolling back: {action.cause}.", batch, logging.WARNING, to_batch=action.to_batch
         )
-        if action.lr_event is not None:
-            self._order_rate(action.lr_event, batch)
         saved = self._restore(action) if self._restore else None
+        if action.lr_event is not None:
+            # From the restored step on: the stretch that went wrong is what the lower rate is for.
+            self._order_rate(action.lr_event, batch, int(saved["step"]) if saved else self.step)
         if saved is None:
             text = f"There is no state to go back to before batch {action.to_batch}: training goes on from where it is."
             self._tell(verdict, "proceed", text, batch, logging.WARNING)
@@ -229,13 +232,13 @@ class LoopGuard:
                 "return the state_dict that was saved with the restored weights, or None"
             )
         self._rewind(saved)
-        row = self._attempt("rollback", action.cause)
+        row = self._attempt("rollback", action.cause, "what the loop restored")
         self._record("attempt", **row)
         _say(self._world, logging.WARNING, sentence("attempt", row))
         return False
 
-    def _order_rate(self, event: LrEvent, batch: int) -> None:
-        row = {"batch_index": batch, "start_step": self.step, **asdict(event)}
+    def _order_rate(self, event: LrEvent, batch: int, start_step: int) -> None:
+        row = {"batch_index": batch, "start_step": start_step, **asdict(event)}
         self._record("lr_event", **row)
         _say(self._world, logging.WARNING, sentence("lr_event", row))
 
@@ -246,6 +249,8 @@ class LoopGuard:
         _say(self._world, level, text)
 
     def _record(self, kind: str, **fields: Any) -> None:
+        if self._path and self._file is None:
+            self._file = LedgerFile(self._path)
         if self._file:
             self._file.append(kind, **fields)
             self.ledger = self._file.ledger

@@ -20,7 +20,7 @@ class Health:
 
 def health(run: Run, summary: Summary, status: Status) -> Health:
     """Read off the ledger and the rows of a run."""
-    faults = summary.skipped + summary.rollbacks + summary.lr_events
+    faults = summary.skipped + summary.rollbacks + summary.lr_events + summary.read_again
     sentences = [f"The run {replace(status, step=summary.step).sentence()}."]
     if status.state == "empty":
         return Health("warning", "Not started.", tuple(sentences))
@@ -35,6 +35,9 @@ def health(run: Run, summary: Summary, status: Status) -> Health:
         sentences.append(
             f"{several(summary.rollbacks, 'rollback').capitalize()}: it returned to an earlier state{without}."
         )
+    if summary.read_again:
+        again = "1 batch was" if summary.read_again == 1 else f"{summary.read_again} batches were"
+        sentences.append(f"{again} read again without documents that had spoilt it.")
     if summary.lr_events:
         sentences.append(f"The learning rate was changed {several(summary.lr_events, 'time')} to calm it.")
     if summary.lost_s >= 1:

@@ -141,6 +141,7 @@ def _figures(summary: Summary) -> str:
         (f"{summary.memory_gib:.1f} GiB" if math.isfinite(summary.memory_gib) else "", "memory at most"),
         (f"{summary.skipped}", "skipped steps (updates refused)"),
         (f"{summary.rollbacks}", "rollbacks"),
+        (f"{len(summary.excluded)}", "documents left out"),
     ]
     cells = [f'<div class="figure"><b>{value}</b><span>{label}</span></div>' for value, label in shown if value]
     return f'<div class="figures">{"".join(cells)}</div>'

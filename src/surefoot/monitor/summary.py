@@ -73,6 +73,8 @@ class Summary:
     memory_gib: float
     skipped: int
     rollbacks: int
+    read_again: int
+    """Batches that were read again without the documents that alone had spoilt them."""
     lr_events: int
     """Decisions that changed the learning rate."""
     resumes: int
@@ -122,6 +124,7 @@ def summarise(run: Run) -> Summary:
         mfu=_median(column(metrics, "perf/mfu")),
         memory_gib=_largest(column(metrics, "perf/memory_gib")),
         skipped=len(run.ledger.skips()),
+        read_again=sum(a.reason == "rollback" and a.checkpoint == "in place" for a in run.attempts),
         rollbacks=sum(a.reason == "rollback" and a.checkpoint != "in place" for a in run.attempts),
         lr_events=len(run.ledger.of_kind("lr_event")),
         resumes=sum(attempt.reason == "resume" for attempt in run.attempts),

@@ -1,6 +1,5 @@
 """Finding out why, at the weights as they are: a few more passes over the batch, the documents in it, what was read before."""
 
-import hashlib
 import math
 import struct
 from collections.abc import Iterator
@@ -9,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,14 +17,13 @@ from surefoot.data.tokenizer import load_tokenizer
 from surefoot.guard.detectors import expected_document_loss
 from surefoot.guard.diagnosis import accused, next_pass
 from surefoot.guard.evidence import Evidence, PassKind, PassResult
-from surefoot.guard.guard import Verdict
 from surefoot.guard.signals import MISSING, ProbeSignals, RoleProbe
 from surefoot.guard.suspects import rank
 from surefoot.model.transformer import Transformer
 from surefoot.monitor.rows import number
 from surefoot.monitor.run import Run
 from surefoot.parallel.mesh import World
-from surefoot.parallel.reduce import from_every_rank, sum_over_ranks
+from surefoot.parallel.reduce import sum_over_ranks
 from surefoot.parallel.shard import reshard
 from surefoot.train.acting import Judged
 from surefoot.train.candidates import candidates, half, without_documents
@@ -132,10 +128,9 @@ def investigate(
         findings=verdict.findings,
         expected_loss=verdict.scores.expected_loss,
         skips=verdict.state.consecutive_skips,
-        noise=noise_floor(state, batch, setup) if config.determinism == "fast" else 0.0,
+        noise=noise_floor(state, batch, setup) if budget and config.determinism == "fast" else 0.0,
         low_precision=can_widen(config, setup.world),
         suspects=rank(at_hand, expected),
-        reread=reread(batch, data, keeping, setup.world) if looks_read_before(verdict) else 0.0,
         probe=probe,
         probes_before=recent.probes(),
     )
@@ -206,29 +201,6 @@ def noise_floor(state: TrainState, batch: Batch, setup: Setup) -> float:
     pairs = [(loss, other_loss), (norm, other_norm)]
     spread = [abs(a - b) / max(abs(a), abs(b)) for a, b in pairs if math.isfinite(a) and math.isfinite(b) and a != b]
     return max(spread, default=0.0)
-
-
-def looks_read_before(verdict: Verdict) -> bool:
-    """Whether something was found that data read twice would explain."""
-    return any(finding.kind in OUT_OF_BAND for finding in verdict.findings)
-
-
-def reread(batch: Batch, data: TrainingData, keeping: Keeping, world: World) -> float:
-    """Share of the batch's rows whose tokens, whatever their sample ids, also came in the batches before. Collective; each rank reads its share."""
-    rows = len(batch.samples_B3)
-    first = max(0, batch.batch_index - min(LOOK_BACK, max(1, MOST_ROWS // rows)))
-    seen: set[str] = set()
-    for index in range(first, batch.batch_index):
-        earlier = data.loader.batch(index, keeping.ledger.exclusions, world.rank, world.size)
-        seen.update(row_hashes(earlier.tokens_BT))
-    everywhere = set().union(*from_every_rank(seen, world))
-    again = sum(name in everywhere for name in row_hashes(batch.tokens_BT))
-    return sum_over_ranks([float(again)], world).item() / rows
-
-
-def row_hashes(tokens_BT: npt.NDArray[np.int64]) -> list[str]:
-    """One name per row, for the same tokens the same in every process."""
-    return [hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in np.ascontiguousarray(tokens_BT)]
 
 
 def can_widen(config: RunConfig, world: World) -> bool:

@@ -56,7 +56,8 @@ def train(
             first = False
         outcome = step_within_limits(state, batch, setup, data, keeping, stop, memory)
         probe, probing = look_inside(state, setup, data, outcome)
-        verdict = judge(state.guard, outcome.signals, config.guard, keeping.ledger.record, probe, config.steps)
+        spent = keeping.ledger.record_at(batch.batch_index)
+        verdict = judge(state.guard, outcome.signals, config.guard, spent, probe, config.steps)
         seconds = time.perf_counter() - begun - probing
         judged = settle(Judged(batch, outcome, state.guard, verdict), recent, state, setup, data, keeping)
         state.guard = judged.verdict.state
@@ -128,7 +129,8 @@ def settle(
     if not isinstance(first.action, Investigate):
         return judged
     evidence = investigate(judged, first.action.passes, recent, state, setup, data, keeping)
-    concluded = conclude(first.state, evidence, setup.config.guard, keeping.ledger.record)
+    spent = keeping.ledger.record_at(judged.batch.batch_index)
+    concluded = conclude(first.state, evidence, setup.config.guard, spent)
     agree(concluded, setup.world)
     return replace(judged, concluded=concluded, evidence=evidence)
 

@@ -17,6 +17,8 @@ from surefoot.train.snapshot import SnapshotRing
 from surefoot.train.state import TrainState
 from surefoot.train.stock import FORKED, newest_good, set_aside
 
+MOST_LOST = 2000
+"""Batches that the guard may throw away on its own account by starting again."""
 IN_PLACE = "in place"
 """What was restored where a refused batch is read again: nothing, the state is as it was."""
 FIRST: dict[str, Any] = {"step": 0, "batch_index": 0, "smoothed_loss": 0.0, "guard": GuardState()}
@@ -54,6 +56,11 @@ def roll_back(
         from_batch, from_step, source = checkpoint.batch_index, checkpoint.step, checkpoint.name
     elif keeping.ledger.lineage:
         raise NoTarget(f"no state at or before batch {action.to_batch} is left, and this fork began later than batch 0")
+    elif state.batch_index > MOST_LOST:
+        raise NoTarget(
+            f"no certified state at or before batch {action.to_batch} is left, and starting again from batch 0 would throw {state.batch_index:,} batches "
+            "away: `surefoot fork RUN --at STEP` goes on from any checkpoint that is kept; a larger checkpoint.keep_last or keep_every keeps more"
+        )
     else:
         from_batch, from_step, source = 0, 0, ""
     keeping.record(
