@@ -85,7 +85,7 @@ def test_no_line_of_help_is_wider_than_the_terminal(monkeypatch: pytest.MonkeyPa
 def test_the_text_of_a_field_is_the_string_under_it_and_else_what_its_table_is() -> None:
     run = settings(RunConfig)
     assert field_text(RunConfig, run["steps"]) == "Applied updates at which the run ends."
-    assert field_text(RunConfig, run["guard"]).startswith("One rule so far")
+    assert field_text(RunConfig, run["guard"]).startswith("The ladder: note")
     model = variants(run["model"].annotation)[0]
     custom = next(table for table in variants(settings(model)["norm"].annotation) if kind_of(table) == "custom")
     assert field_text(custom, settings(custom)["kwargs"]) == "Keyword arguments for the builder; TOML values only."

@@ -1,6 +1,7 @@
 """Promise 11: what the guard does to healthy runs; here for some hundred steps, and as published for all that were counted."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,14 @@ CHEAP = {"skip", "exclude", "clip_harder"}
 """Actions that cost a batch at most."""
 
 
-def lost(segment: dict[str, Any]) -> int:
+def lost(segment: Mapping[str, Any]) -> int:
     """Batches consumed beyond the steps."""
     return int(segment["batches"]) - int(segment["steps"])
+
+
+def at_most(segment: Mapping[str, Any]) -> int:
+    """A skipped batch is lost, one with a document left out is read twice: a step each."""
+    return int(segment["actions"].get("skip", 0) + segment["actions"].get("exclude", 0))
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +38,7 @@ def test_a_healthy_run_is_left_alone(kind: str, seed: int, cache: Path) -> None:
     assert segment["ending"] == "done"
     assert set(segment["actions"]) <= CHEAP, segment["texts"]
     assert sum(count for kind, count in segment["findings"].items() if kind.endswith("alarm")) <= 1, segment["texts"]
-    assert lost(segment) <= segment["actions"].get("skip", 0)
+    assert lost(segment) <= at_most(segment)
 
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the drill's healthy runs are not published yet")
@@ -42,8 +48,6 @@ def test_in_all_healthy_runs_published_no_false_alarm_cost_more_than_a_step() ->
     dear = {
         f"{segment['kind']}-{segment['seed']}": segment["actions"]
         for segment in segments
-        if segment["ending"] != "done"
-        or not set(segment["actions"]) <= CHEAP
-        or lost(dict(segment)) > segment["actions"].get("skip", 0)
+        if segment["ending"] != "done" or not set(segment["actions"]) <= CHEAP or lost(segment) > at_most(segment)
     }
     assert dear == {}, json.dumps(dear)

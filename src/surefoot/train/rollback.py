@@ -43,8 +43,7 @@ def roll_back(
     Restored is the newest state at or before ``action.to_batch`` that every rank has in memory, else the newest good checkpoint of the
     surviving run that is certified, else the state the run began with. The documents are blanked, and the rate changed, from ``to_batch``
     onward, whatever was restored: batches in between are read again as they were, so the run does not depend on which states happened to be
-    kept, and a crash after the ledger rows resumes the same run from disk. Collective. Raises NoTarget for a fork that would have to go back
-    beyond its beginning.
+    kept, and a crash after the ledger rows resumes the same run from disk. Collective. Raises NoTarget.
     """
     keeping.wait()
     snapshot = snapshots.newest_common(action.to_batch, setup.world)
@@ -54,14 +53,8 @@ def roll_back(
         from_batch, from_step, source = snapshot.batch_index, int(snapshot.counters["step"]), "snapshot"
     elif checkpoint is not None:
         from_batch, from_step, source = checkpoint.batch_index, checkpoint.step, checkpoint.name
-    elif keeping.ledger.lineage:
-        raise NoTarget(f"no state at or before batch {action.to_batch} is left, and this fork began later than batch 0")
-    elif state.batch_index > MOST_LOST:
-        raise NoTarget(
-            f"no certified state at or before batch {action.to_batch} is left, and starting again from batch 0 would throw {state.batch_index:,} batches "
-            "away: `surefoot fork RUN --at STEP` goes on from any checkpoint that is kept; a larger checkpoint.keep_last or keep_every keeps more"
-        )
     else:
+        refuse_to_start_again(action, state, keeping)
         from_batch, from_step, source = 0, 0, ""
     keeping.record(
         "verdict",
@@ -93,6 +86,17 @@ def roll_back(
     restore_initial(state, setup)
     if source:
         restore_checkpoint(source, state, keeping)
+
+
+def refuse_to_start_again(action: Rollback, state: TrainState, keeping: Keeping) -> None:
+    """Raise NoTarget where going back to the beginning is no way: it lies in a fork's parent, or too much would be lost."""
+    if keeping.ledger.lineage:
+        raise NoTarget(f"no state at or before batch {action.to_batch} is left, and this fork began later than batch 0")
+    if state.batch_index > MOST_LOST:
+        raise NoTarget(
+            f"no certified state at or before batch {action.to_batch} is left, and starting again from batch 0 would throw {state.batch_index:,} batches "
+            "away: `surefoot fork RUN --at STEP` goes on from any checkpoint that is kept; a larger checkpoint.keep_last or keep_every keeps more"
+        )
 
 
 def read_again(
