@@ -1,4 +1,4 @@
-"""Finding out why, at the weights as they are: a few more passes over the batch, the documents in it, what was read before."""
+"""Finding out why, at the weights as they are: a few more passes over the batch, the documents in it."""
 
 import math
 import struct
@@ -35,13 +35,7 @@ from surefoot.train.setup import Setup
 from surefoot.train.state import TrainState
 from surefoot.train.step import StepOutcome, split
 
-LOOK_BACK = 64
-"""Batches before this one in which its rows are looked for."""
-MOST_ROWS = 4096
-"""Rows that are read again for that at most, over all ranks."""
 INSIDE, NORM = "inside/", "/weight_norm"
-OUT_OF_BAND = ("too_good", "loss_spike", "document_spike")
-"""Findings that may come of data read twice."""
 
 
 @dataclass(frozen=True)
