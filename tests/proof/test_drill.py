@@ -415,3 +415,22 @@ def test_an_unshuffled_document_changes_the_order_and_no_row(loader: Any) -> Non
     ]
     assert min(held) == 4
     assert held == list(range(4, 4 + len(held)))
+
+
+# Promise 3, over the catalogue
+
+
+@pytest.mark.skipif(not any(RESULTS.glob("*.json")), reason="the drill has not been run yet")
+def test_every_published_fault_that_skipping_cures_ends_as_the_run_that_skipped_the_same_healthy_batches() -> None:
+    """To the printed digit, where all that the fault touched was refused and nothing else was done. ``inf_loss`` runs in another precision than
+    its control."""
+    kinds = set()
+    for path in sorted(RESULTS.glob("control-*.json")):
+        control = json.loads(path.read_text())
+        guarded = json.loads((RESULTS / path.name.removeprefix("control-")).read_text())
+        onset, length = guarded["dose"]["onset"], guarded["dose"]["length"]
+        touched = set(range(onset, onset + length))
+        if guarded["fault"] != "inf_loss" and guarded["actions"] == ["skip"] and touched <= set(guarded["refused"]):
+            assert guarded["loss"] == control["loss"], path.name
+            kinds.add(guarded["fault"])
+    assert {"shifted_labels", "target_leak", "random_tokens", "nan_gradient", "repeated_bytes"} <= kinds
