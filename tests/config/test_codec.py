@@ -132,10 +132,10 @@ def test_a_setting_of_another_variant_is_called_that() -> None:
 
 def test_a_bad_choice_is_answered_with_the_choices_and_the_nearest() -> None:
     assert problems_of("--parallel.precision", "bf61") == [
-        "--parallel.precision: parallel.precision = 'bf61' is not one of auto, fp32, bf16, fp64; nearest: 'bf16'"
+        "--parallel.precision: parallel.precision = 'bf61' is not one of auto, fp32, bf16, bf16_pure, fp16, fp8, fp64; nearest: 'bf16'"
     ]
     assert problems_of("--optim.schedule.kind", "cosin") == [
-        "--optim.schedule.kind: optim.schedule.kind = 'cosin' is not one of constant, cosine, linear, wsd; nearest: 'cosine'"
+        "--optim.schedule.kind: optim.schedule.kind = 'cosin' is not one of constant, cosine, linear, one_minus_sqrt, inverse_sqrt, power, wsd; nearest: 'cosine'"
     ]
 
 
@@ -176,7 +176,7 @@ def test_flags_are_read_by_the_type_of_their_setting() -> None:
             *("--optim.optimizer.weight_decay", "0", "--log.trackers", "wandb, tensorboard"),
             *("--data.sources.0.weight", "3", "--data.batch_stages", '[{"start_batch": 5, "batch_size": 64}]'),
             *("--data.mixture_stages", "[{start_row = 5000, weights = [1, 2.5]}]"),
-            *("--optim.optimizer", '{"beta1": 0.8}'),
+            *("--optim.optimizer", '{"kind": "adamw", "beta1": 0.8}'),
         ],
     )
     assert (config.optim.lr, config.optim.gated, config.steps, config.data.cache_dir) == (3e-4, False, 1000, "5")
@@ -210,7 +210,7 @@ def test_flags_are_read_by_the_type_of_their_setting() -> None:
         ),
         (
             ("--optim.schedule", "cosine"),
-            "--optim.schedule: optim.schedule: 'cosine' is not a table of kind constant | cosine | linear | wsd: "
+            "--optim.schedule: optim.schedule: 'cosine' is not a table of kind constant | cosine | linear | one_minus_sqrt | inverse_sqrt | power | wsd: "
             "give its kind as .kind cosine",
         ),
         (("--log.trackers", "[wandb"), "--log.trackers: log.trackers: '[wandb' is neither a JSON nor a TOML list"),
@@ -296,6 +296,8 @@ def test_a_diff_names_keys_and_both_values() -> None:
         ("data.sources.1.name", '"prose"', '"words"'),
         ("optim.schedule.kind", '"wsd"', '"linear"'),
         ("optim.schedule.decay_fraction", "0.2", "(absent)"),
+        ("optim.schedule.decay_steps", "0", "(absent)"),
+        ("optim.schedule.shape", '"linear"', "(absent)"),
         ("log.trackers", "[]", '["wandb"]'),
     ]
     assert diff(tiny(), tiny()) == []

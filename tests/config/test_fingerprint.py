@@ -68,6 +68,8 @@ def test_the_refusal_says_what_changed_and_the_ways_out() -> None:
         "optim.lr was 0.003 when runs/x started and is 0.001 now",
         'optim.schedule.kind was "wsd" when runs/x started and is "constant" now',
         "optim.schedule.decay_fraction was 0.2 when runs/x started and is (absent) now",
+        "optim.schedule.decay_steps was 0 when runs/x started and is (absent) now",
+        'optim.schedule.shape was "linear" when runs/x started and is (absent) now',
         "optim.schedule.min_ratio was 0.0 when runs/x started and is (absent) now\n"
         "this would be another run: `surefoot fork runs/x --at STEP --set optim.lr=0.001 --set optim.schedule.kind=constant` "
         "starts one from a checkpoint, `--fresh` starts over, `--allow-change optim.lr --allow-change optim.schedule.kind "

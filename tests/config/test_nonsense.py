@@ -11,9 +11,9 @@ import pytest
 from sample_config import tiny
 from surefoot.config.codec import from_dict, resolve, to_dict
 from surefoot.config.errors import ConfigError
+from surefoot.config.rule import nearest_divisors
 from surefoot.config.run import RunConfig
 from surefoot.config.schema import every_setting
-from surefoot.config.validate import nearest_divisors
 
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 3, 10**400, 2.5, float("nan"), float("inf"), "", "gqa", "python", "custom", "wsd", "0.5"),

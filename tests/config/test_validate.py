@@ -49,6 +49,27 @@ DOCUMENT = "0123456789abcdef"
             ["--model.attention_backend=flex", "--parallel.precision=fp64"],
             ["model.attention_backend='flex' has no fp64 kernel, and parallel.precision='fp64'; use 'eager' or 'sdpa'"],
         ),
+        (
+            ["--model.parametrization.kind=mup", "--model.parametrization.base_d_head=31"],
+            [
+                "model.parametrization.base_d_head=31 must be even, as heads are for RoPE, or 0 where heads keep their width; nearest: 30, 32"
+            ],
+        ),
+        (
+            [
+                "--model.parametrization.kind=completep",
+                "--model.parametrization.base_d_head=32",
+                "--model.attention.kind=custom",
+                "--model.attention.build=a:b",
+            ],
+            [
+                "model.parametrization.base_d_head=32 has no effect on a custom attention, which scales its own logits; leave it 0"
+            ],
+        ),
+        (
+            ["--model.parametrization.kind=completep", "--model.parametrization.alpha=0.4"],
+            ["model.parametrization.alpha=0.4 must be from 0.5 to 1"],
+        ),
         (["--data.sources=[]"], ["data.sources is empty: a run needs at least one source of documents"]),
         (
             ["--data.sources.1.name=code"],
@@ -120,6 +141,46 @@ DOCUMENT = "0123456789abcdef"
             ["--checkpoint.every=0", "--checkpoint.keep_every=300"],
             ["checkpoint.keep_every=300 has no effect without checkpoints on the way; set checkpoint.every"],
         ),
+        (
+            ["--steps=300", "--optim.schedule.decay_steps=301"],
+            ["optim.schedule.decay_steps=301 is longer than the run: steps=300; at most 300"],
+        ),
+        (["--optim.schedule.decay_fraction=1.5"], ["optim.schedule.decay_fraction=1.5 must be above 0 and at most 1"]),
+        (["--optim.schedule.min_ratio=-0.1"], ["optim.schedule.min_ratio=-0.1 must be from 0 to 1"]),
+        (["--bound.kind=tokens", "--bound.tokens=0"], ["bound.tokens=0.0 must be above 0"]),
+        (
+            ["--bound.kind=hours", "--bound.hours=2", "--optim.schedule.kind=cosine"],
+            [
+                "optim.schedule.kind='cosine' needs the last step from the start, which bound.kind='hours' decides on the way; "
+                "use optim.schedule.kind='wsd', or bound.kind 'steps', 'tokens' or 'flops'"
+            ],
+        ),
+        (
+            ["--bound.kind=money", "--bound.money=9", "--bound.price_per_hour=3", "--optim.schedule.decay_fraction=1"],
+            [
+                "optim.schedule.decay_fraction=1.0 decays from the first step, before bound.kind='money' can say how steeply; "
+                "below 1, such as 0.2"
+            ],
+        ),
+        (
+            ["--optim.ramp_lr=sqrt"],
+            ["optim.ramp_lr='sqrt' has no effect without data.batch_stages; set it to 'none', or give stages"],
+        ),
+        (
+            ["--data.length_stages", "[{start_batch=0, seq_len=100}, {start_batch=0, seq_len=512}]"],
+            [
+                "data.length_stages.0.seq_len=100 does not divide data.seq_len=256, whose rows are cut into pieces of it; nearest: 64, 128",
+                "data.length_stages.1.start_batch=0 must be above the stage before, 0",
+                "data.length_stages.1.seq_len=512 does not divide data.seq_len=256, whose rows are cut into pieces of it; nearest: 128, 256",
+            ],
+        ),
+        (
+            ["--log.noise_every=10", "--log.noise_pieces=5"],
+            [
+                "log.noise_pieces=5 does not divide the 32 rows of data.batch_size=32; pieces that do: 2, 4; "
+                "nearest data.batch_size: 30, 35"
+            ],
+        ),
         (["--log.trackers=wandb,wandb"], ["log.trackers=['wandb', 'wandb'] names a tracker twice"]),
         (["--recipe=a/b"], ["recipe='a/b' must be letters, digits, '_' and '-': it names the run folder"]),
         (["--seed=-1"], ["seed=-1 must be from 0 to 2**63 - 1"]),
@@ -147,6 +208,22 @@ def test_ranks_must_share_every_batch_evenly() -> None:
     ]
     assert validate(tiny(), world_size=5) == ["data.batch_size=32 is not divisible by 5 ranks; nearest: 30, 35"]
     assert validate(tiny(), world_size=64) == ["data.batch_size=32 is not divisible by 64 ranks; nearest: 64"]
+
+
+def test_every_rank_must_have_rows_for_every_piece_of_a_noise_measurement() -> None:
+    config = resolve(tiny(), [], ["--log.noise_every=10", "--log.noise_pieces=16"])
+    assert validate(config, world_size=2) == []
+    assert validate(config, world_size=4) == [
+        "log.noise_pieces=16 does not divide the 8 rows of data.batch_size=32 over 4 ranks; pieces that do: 4, 8; "
+        "nearest data.batch_size: 64"
+    ]
+
+
+def test_a_warm_up_of_clipping_is_held_against_steps_only_where_they_end_the_run() -> None:
+    words = ["--steps=20", "--optim.clipping.kind=zclip", "--optim.clipping.warmup_steps=25"]
+    with pytest.raises(ConfigError, match=r"leaves none of steps=20"):
+        resolve(tiny(), [], words)
+    assert resolve(tiny(), [], [*words, "--bound.kind=tokens", "--bound.tokens=1e6"]).steps == 20
 
 
 def test_a_recipe_breaks_no_rule() -> None:

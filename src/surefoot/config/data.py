@@ -91,6 +91,16 @@ class BatchStage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LengthStage:
+    """Tokens per training row from a batch onward: a length ramp is a list of stages (arXiv:2108.06084)."""
+
+    start_batch: int
+    """First batch_index of the stage; 0 is the beginning."""
+    seq_len: int
+    """Rows of ``data.seq_len`` are cut into pieces of so many tokens, each attending to itself alone; a divisor of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Exclusion:
     """A document blanked from a batch onward: its ids become one fixed id, its targets are ignored."""
 
@@ -130,6 +140,8 @@ class DataConfig:
     """Tokens per row (T)."""
     batch_size: int
     """Rows per batch, over all ranks and micro-batches (B)."""
+    length_stages: tuple[LengthStage, ...] = ()
+    """Changes of the length of training rows, by batch; batches keep their samples and their number of tokens. Before the first, ``seq_len``."""
     batch_stages: tuple[BatchStage, ...] = ()
     mixture_stages: tuple[MixtureStage, ...] = ()
     document_mask: bool = True

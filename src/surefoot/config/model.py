@@ -63,6 +63,42 @@ class InitConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Standard:
+    """One rate and one init for all widths and depths."""
+
+    kind: Literal["standard"] = "standard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuP:
+    """Maximal update parametrization (arXiv:2203.03466 table 8, in the form of multipliers): rates tuned at the base width hold at all.
+
+    At the base width it is the standard parametrization.
+    """
+
+    kind: Literal["mup"] = "mup"
+    base_d_model: int = 256
+    """Width at which hyper-parameters were tuned; all widths of the model grow with ``d_model``."""
+    base_d_head: int = 0
+    """Head width there, where heads grow too: logits are then scaled by sqrt(base_d_head) / d_head; 0: heads keep their width."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompleteP:
+    """muP, and residual branches scaled by (base_num_layers / num_layers)^alpha (arXiv:2505.01618 table 1): holds over depth too."""
+
+    kind: Literal["completep"] = "completep"
+    base_d_model: int = 256
+    """Width at which hyper-parameters were tuned."""
+    base_d_head: int = 0
+    """Head width there, as for mup; 0: heads keep their width."""
+    base_num_layers: int = 4
+    """Depth at which hyper-parameters were tuned."""
+    alpha: float = 1.0
+    """Exponent of the residual scale; the published one is 1, and 0.5 is depth-muP."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LossConfig:
     """Next-token cross-entropy in nats, computed over chunks of tokens so that all logits never exist at once."""
 
@@ -93,6 +129,12 @@ class ModelConfig:
     embedding_gradient: float = 1.0
     """Share of its gradient that the embedding gets as an input (GLM-130B, arXiv:2210.02414 section 3.1, takes 0.1); values are
     untouched, and so is the gradient of a tied output. 1 is off."""
+    embedding_multiplier: float = 1.0
+    """Of the embedding as an input."""
+    logit_multiplier: float = 1.0
+    """Of the logits, besides what the parametrization asks for."""
+    parametrization: Standard | MuP | CompleteP = Standard()
+    """How init, multipliers, rates, decay and epsilon follow width and depth."""
     init: InitConfig = InitConfig()
     loss: LossConfig = LossConfig()
     attention_backend: Literal["auto", "eager", "sdpa", "flex"] = "auto"

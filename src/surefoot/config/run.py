@@ -39,6 +39,51 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BySteps:
+    """The run ends at ``steps``."""
+
+    kind: Literal["steps"] = "steps"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByTokens:
+    """The run ends with the first batch that brings it to so many tokens; ``steps`` is worked out."""
+
+    kind: Literal["tokens"] = "tokens"
+    tokens: float
+    """Tokens of all batches, blanked ones included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByFlops:
+    """The run ends with so many model FLOPs (forward and backward, causal half of attention); ``steps`` is worked out."""
+
+    kind: Literal["flops"] = "flops"
+    flops: float
+    """Floating-point operations, multiply and add counted apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByHours:
+    """The run ends after so many hours of training, over all attempts, its decay landed; needs the schedule ``wsd``."""
+
+    kind: Literal["hours"] = "hours"
+    hours: float
+    """On rank 0's clock while the loop runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByMoney:
+    """The run ends when it has cost so much, its decay landed; needs the schedule ``wsd``."""
+
+    kind: Literal["money"] = "money"
+    money: float
+    """In any currency."""
+    price_per_hour: float
+    """Of all machines of the run together, in the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """What is written down besides every step's row."""
 
@@ -48,6 +93,10 @@ class LogConfig:
     """Steps between state digests in the rows; 0 is only at checkpoints."""
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Other places that get the rows; each needs its extra installed."""
+    noise_every: int = 0
+    """Steps between measurements of the gradient noise scale, each a further pass over its batch; 0 is never."""
+    noise_pieces: int = 4
+    """Pieces of the batch whose gradients are compared with the whole one's."""
     sample_tokens: int = 96
     """Tokens of the continuation shown per domain at the end; 0 is none."""
 
@@ -59,7 +108,9 @@ class RunConfig:
     recipe: str
     """Name of the recipe this came from."""
     steps: int
-    """Applied updates at which the run ends."""
+    """Applied updates at which the run ends, unless ``bound`` says otherwise."""
+    bound: BySteps | ByTokens | ByFlops | ByHours | ByMoney = BySteps()
+    """What ends the run, and where its schedule lands."""
     seed: int = 0
     """Of initialisation, order of data and every other draw."""
     determinism: Literal["strict", "fast"] = "strict"

@@ -2,28 +2,22 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from surefoot.config.bounds import out_of_range
 from surefoot.config.data import BpeTokenizer, BytesTokenizer, DataConfig, RepetitionMask
-from surefoot.config.model import Custom, GroupedQueryAttention, ModelConfig
+from surefoot.config.model import Custom, GroupedQueryAttention, ModelConfig, Standard
 from surefoot.config.optim import GlobalNorm, OptimConfig
+from surefoot.config.optim_rules import moments, optimizer_rules
 from surefoot.config.parallel import ParallelConfig
-from surefoot.config.run import CheckpointConfig, LogConfig, RunConfig
+from surefoot.config.precision_rules import fp8_blocks, precision_rules
+from surefoot.config.rule import Rule, nearest_divisors, nearest_multiples
+from surefoot.config.run import ByFlops, ByHours, ByMoney, BySteps, ByTokens, CheckpointConfig, LogConfig, RunConfig
+from surefoot.config.schedule_rules import batch_sizes, length_rules, noise_rules, ramp_rules, schedule_rules
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 _BYTE_VOCABULARY = 257  # every byte and the end of a document
 _LEAST_TRUNCATION = 0.5  # below it nearly every draw is redrawn
-
-
-_NEAR = 4096
-
-
-class Rule(NamedTuple):
-    """A broken rule: the settings it is about, the one to point at first, and what is wrong."""
-
-    keys: tuple[str, ...]
-    text: str
 
 
 def validate(cfg: RunConfig, world_size: int | None = None) -> list[str]:
@@ -38,13 +32,22 @@ def broken_rules(parts: Mapping[str, Any], world_size: int | None = None) -> lis
     checks = (
         (_recipe, ("recipe",)),
         (_model, ("model",)),
+        (_parametrization, ("model",)),
         (_attention_backend, ("model", "parallel")),
+        (precision_rules, ("parallel",)),
+        (fp8_blocks, ("model", "parallel")),
         (_sources, ("data",)),
         (_stages, ("data",)),
         (_exclusions, ("data",)),
         (_vocabulary, ("model", "data")),
-        (_optim, ("optim",)),
-        (_clipping, ("optim", "steps")),
+        (optimizer_rules, ("optim",)),
+        (moments, ("optim", "parallel")),
+        (_clipping, ("optim", "steps", "bound")),
+        (schedule_rules, ("optim", "steps", "bound")),
+        (ramp_rules, ("optim", "data")),
+        (length_rules, ("data",)),
+        (noise_rules, ("data", "log")),
+        (_qk_clip, ("model", "optim")),
         (_repetition, ("data",)),
         (_micro_batches, ("data", "parallel")),
         (_checkpoint, ("checkpoint",)),
@@ -58,20 +61,8 @@ def broken_rules(parts: Mapping[str, Any], world_size: int | None = None) -> lis
             found += [rule for rule in rules if not wrong.intersection(rule.keys)]
     if world_size is not None and {"data", "parallel"} <= parts.keys() and not wrong:
         found += _ranks(parts["data"], parts["parallel"], world_size)
+        found += noise_rules(parts["data"], parts["log"], world_size) if "log" in parts else ()
     return found
-
-
-def nearest_multiples(value: int, step: int) -> str:
-    """The multiples of ``step`` around a value, as the end of an error."""
-    below = value // step * step
-    return ", ".join(str(near) for near in (below, below + step) if near > 0)
-
-
-def nearest_divisors(value: int, wanted: int) -> list[int]:
-    """The two divisors of ``value`` nearest to ``wanted``, smaller first; numbers far from it are not looked at."""
-    candidates = range(max(1, wanted - _NEAR), min(value, wanted + _NEAR) + 1)
-    divisors = [n for n in (1, *candidates, value) if value % n == 0]
-    return sorted(sorted(set(divisors), key=lambda n: abs(n - wanted))[:2])
 
 
 def _recipe(recipe: str) -> Iterator[Rule]:
@@ -102,6 +93,18 @@ def _model(model: ModelConfig) -> Iterator[Rule]:
     if 0 < model.init.truncate < _LEAST_TRUNCATION:
         key = "model.init.truncate"
         yield Rule((key,), f"{key}={model.init.truncate} redraws nearly everything; 0 for none, else at least 0.5")
+
+
+def _parametrization(model: ModelConfig) -> Iterator[Rule]:
+    parametrization = model.parametrization
+    base = 0 if isinstance(parametrization, Standard) else parametrization.base_d_head
+    key = "model.parametrization.base_d_head"
+    if base and isinstance(model.attention, Custom):
+        text = f"{key}={base} has no effect on a custom attention, which scales its own logits"
+        yield Rule((key, "model.attention"), f"{text}; leave it 0")
+    elif base % 2:
+        text = f"{key}={base} must be even, as heads are for RoPE, or 0 where heads keep their width"
+        yield Rule((key,), f"{text}; nearest: {nearest_multiples(base, 2)}")
 
 
 def _attention_backend(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Rule]:
@@ -193,19 +196,25 @@ def _vocabulary(model: ModelConfig, data: DataConfig) -> Iterator[Rule]:
         yield Rule(keys, f"model.vocab_size={model.vocab_size} has no row for {what}; at least {near}")
 
 
-def _optim(optim: OptimConfig) -> Iterator[Rule]:
-    decay = optim.lr * optim.optimizer.weight_decay
-    if decay >= 1:
-        keys = ("optim.optimizer.weight_decay", "optim.lr")
-        text = f"optim.lr={optim.lr} times weight_decay={optim.optimizer.weight_decay} is {decay:g}"
-        yield Rule(keys, f"{text}: one step would turn the weights over; it must be below 1")
-
-
-def _clipping(optim: OptimConfig, steps: int) -> Iterator[Rule]:
-    if not isinstance(optim.clipping, GlobalNorm) and optim.clipping.warmup_steps >= steps:
+def _clipping(
+    optim: OptimConfig, steps: int, bound: BySteps | ByTokens | ByFlops | ByHours | ByMoney
+) -> Iterator[Rule]:
+    if not isinstance(bound, BySteps) or isinstance(optim.clipping, GlobalNorm):
+        return
+    if optim.clipping.warmup_steps >= steps:
         key = "optim.clipping.warmup_steps"
         text = f"{key}={optim.clipping.warmup_steps} leaves none of steps={steps} that is clipped by {optim.clipping.kind!r}"
         yield Rule((key, "steps"), f"{text}; it must be below {steps}")
+
+
+def _qk_clip(model: ModelConfig, optim: OptimConfig) -> Iterator[Rule]:
+    key, attention = "optim.qk_clip", model.attention
+    if optim.qk_clip > 0 and isinstance(attention, Custom):
+        text = f"{key}={optim.qk_clip:g} cannot reach model.attention.build={attention.build!r}: a custom attention does not say which rows"
+        yield Rule((key, "model.attention"), f"{text} of its weights make the logits of a head; set {key}=0")
+    elif optim.qk_clip > 0 and isinstance(attention, GroupedQueryAttention) and attention.qk_norm:
+        text = f"{key}={optim.qk_clip:g} has no effect under model.attention.qk_norm, which undoes any scale of queries and keys"
+        yield Rule((key, "model.attention.qk_norm"), f"{text}; set {key}=0, or qk_norm=false")
 
 
 def _repetition(data: DataConfig) -> Iterator[Rule]:
@@ -215,14 +224,9 @@ def _repetition(data: DataConfig) -> Iterator[Rule]:
         yield Rule((key, "data.seq_len"), f"{text}; at most {data.seq_len}")
 
 
-def _batch_sizes(data: DataConfig) -> list[tuple[str, int]]:
-    sizes = [(f"data.batch_stages.{n}.batch_size", stage.batch_size) for n, stage in enumerate(data.batch_stages)]
-    return [("data.batch_size", data.batch_size), *sizes]
-
-
 def _micro_batches(data: DataConfig, parallel: ParallelConfig) -> Iterator[Rule]:
     micro = parallel.micro_batch_size
-    for key, size in _batch_sizes(data):
+    for key, size in batch_sizes(data):
         if micro > 0 and size % micro:
             text = f"{key}={size} is not divisible by parallel.micro_batch_size={micro}"
             yield Rule((key, "parallel.micro_batch_size"), f"{text}; nearest: {nearest_multiples(size, micro)}")
@@ -230,7 +234,7 @@ def _micro_batches(data: DataConfig, parallel: ParallelConfig) -> Iterator[Rule]
 
 def _ranks(data: DataConfig, parallel: ParallelConfig, world_size: int) -> Iterator[Rule]:
     unit = world_size * max(1, parallel.micro_batch_size)
-    for key, size in _batch_sizes(data):
+    for key, size in batch_sizes(data):
         if size % unit:
             micro = f" times parallel.micro_batch_size={parallel.micro_batch_size}" if parallel.micro_batch_size else ""
             text = f"{key}={size} is not divisible by {world_size} ranks{micro}"
