@@ -6,12 +6,21 @@ import pytest
 import torch
 from torch import nn
 
+from surefoot.config.model import GroupedQueryAttention, ModelConfig, SwiGLU
 from surefoot.config.optim import AdamW, OptimConfig
-from surefoot.model.parametrization import Role
-from surefoot.optim.build import apply_update, build_optimizer, moments_by_name
+from surefoot.model.role_scaling import Role
+from surefoot.optim.build import build_optimizer
+from surefoot.optim.optimizer import Update
 from tolerances import ADAMW
 
 SETTINGS = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+MODEL = ModelConfig(
+    vocab_size=7,
+    d_model=4,
+    num_layers=1,
+    attention=GroupedQueryAttention(num_heads=1, num_kv_heads=1, d_head=4),
+    feed_forward=SwiGLU(d_ff=4),
+)
 NO_SKIP, NO_CLIP = torch.tensor(False), torch.tensor(1.0)
 
 
@@ -53,11 +62,11 @@ def reference(steps: int, lr: float, scale: float = 1.0) -> dict[str, torch.Tens
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_fifty_steps_follow_the_equations(dtype: torch.dtype, tolerance: float, gated: bool, scale: float) -> None:
     named, roles = parameters(dtype)
-    optimizer = build_optimizer(named, roles, OptimConfig(optimizer=SETTINGS))
+    optimizer = build_optimizer(named, roles, OptimConfig(optimizer=SETTINGS), MODEL)
     for step in range(1, 51):
         for name, g in gradients(step, named).items():
             named[name].grad = g.to(dtype)
-        apply_update(optimizer, lr=1e-2, scale=torch.tensor(scale), skip=NO_SKIP, gated=gated)
+        optimizer.apply(Update(lr=1e-2, scale=torch.tensor(scale), skip=NO_SKIP, gated=gated))
     for name, expected in reference(50, 1e-2, scale).items():
         error = torch.linalg.norm(named[name].detach().double() - expected) / torch.linalg.norm(expected)
         assert error < tolerance, name
@@ -66,10 +75,10 @@ def test_fifty_steps_follow_the_equations(dtype: torch.dtype, tolerance: float, 
 def test_norms_biases_and_embeddings_do_not_decay() -> None:
     named, roles = parameters(torch.float32)
     before = {name: p.detach().clone() for name, p in named.items()}
-    optimizer = build_optimizer(named, roles, OptimConfig(optimizer=SETTINGS))
+    optimizer = build_optimizer(named, roles, OptimConfig(optimizer=SETTINGS), MODEL)
     for p in named.values():
         p.grad = torch.zeros_like(p)
-    apply_update(optimizer, lr=0.5, scale=NO_CLIP, skip=NO_SKIP, gated=True)
+    optimizer.apply(Update(lr=0.5, scale=NO_CLIP, skip=NO_SKIP, gated=True))
     for name in ("embedding", "gain", "b"):
         assert torch.equal(named[name], before[name])
     for name in ("w", "head"):
@@ -78,18 +87,18 @@ def test_norms_biases_and_embeddings_do_not_decay() -> None:
 
 def test_moments_exist_by_name_before_the_first_step_and_stay_zero_when_it_is_skipped() -> None:
     named, roles = parameters(torch.float32)
-    optimizer = build_optimizer(named, roles, OptimConfig())
+    optimizer = build_optimizer(named, roles, OptimConfig(), MODEL)
     for p in named.values():
         p.grad = torch.full_like(p, math.nan)
-    apply_update(optimizer, lr=1e-2, scale=torch.tensor(math.nan), skip=torch.tensor(True), gated=True)
-    moments = moments_by_name(named, optimizer)
+    optimizer.apply(Update(lr=1e-2, scale=torch.tensor(math.nan), skip=torch.tensor(True), gated=True))
+    moments = optimizer.tensors()
     assert moments.keys() == {f"{key}/{name}" for key in ("exp_avg", "exp_avg_sq") for name in named}
     assert all(not tensor.any() for tensor in moments.values())
-    assert all(float(state["step"]) == 0 for state in optimizer.state.values())
+    assert float(optimizer.step_count()) == 0
 
 
 def test_a_parameter_without_a_role_is_an_error_that_names_it() -> None:
     named, roles = parameters(torch.float32)
     del roles["gain"]
     with pytest.raises(ValueError, match="no role for parameter 'gain'"):
-        build_optimizer(named, roles, OptimConfig())
+        build_optimizer(named, roles, OptimConfig(), MODEL)

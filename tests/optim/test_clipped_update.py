@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.config.optim import OptimConfig
-from surefoot.optim.build import apply_update, build_optimizer, moments_by_name
+from surefoot.config.optim import AdamW, OptimConfig
+from surefoot.optim.adam import FusedAdam
+from surefoot.optim.optimizer import Setting, Update
 from tolerances import CLIPPED_MOMENTS
 
 
@@ -17,9 +18,11 @@ def test_moments_are_those_of_the_divided_gradients(dtype: torch.dtype, toleranc
     parameter = nn.Parameter(torch.ones(64, dtype=dtype))
     gradient = torch.linspace(-2.0, 3.0, 64, dtype=dtype)
     parameter.grad = gradient.clone()
-    optimizer = build_optimizer({"w": parameter}, {"w": "hidden"}, config)
-    apply_update(optimizer, lr=1e-2, scale=scale, skip=torch.tensor(False), gated=gated)
-    moments = moments_by_name({"w": parameter}, optimizer)
+    assert isinstance(config.optimizer, AdamW)
+    setting = Setting(role="hidden", lr=1.0, weight_decay=0.1, eps=1e-8)
+    rule = FusedAdam({"w": parameter}, {"w": setting}, config.optimizer)
+    rule.apply(Update(lr=1e-2, scale=scale, skip=torch.tensor(False), gated=gated))
+    moments = rule.tensors()
     clipped = gradient.double() / scale
     for key, beta, expected in (
         ("exp_avg", config.optimizer.beta1, clipped),

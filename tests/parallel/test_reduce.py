@@ -4,11 +4,20 @@ import math
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from surefoot.config.parallel import ParallelConfig
 from surefoot.parallel.fork_launch import run_ranks
 from surefoot.parallel.mesh import World, join_world
-from surefoot.parallel.reduce import from_every_rank, from_rank_zero, gather_over_ranks, max_over_ranks, sum_over_ranks
+from surefoot.parallel.reduce import (
+    from_every_rank,
+    from_rank_zero,
+    gather_over_ranks,
+    max_over_ranks,
+    sum_over_ranks,
+    sum_over_shards,
+)
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"), mesh=None)
 WORD = {"rows": [{"name": "step-000005", "loss": 0.1}, None], "text": "größer – 大", "empty": {}}
@@ -90,3 +99,15 @@ def each_ranks_own(rank: int, world: int) -> object:
 
 def test_every_rank_hears_every_rank() -> None:
     assert run_ranks(2, each_ranks_own) == [[{"rank": 0}, {"rank": 1}]] * 2
+
+
+def shard_sums(rank: int, world: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(6.0).view(3, 2)
+    tensors = [distribute_tensor(whole, mesh, [Shard(0)]), whole, distribute_tensor(whole, mesh, [Replicate()])]
+    shares = [t.to_local().sum() if isinstance(t, DTensor) else t.sum() for t in tensors]
+    return sum_over_shards(torch.stack(shares).double(), tensors).tolist()
+
+
+def test_a_sum_over_shards_counts_every_element_once_however_the_tensor_lies() -> None:
+    assert run_ranks(2, shard_sums) == [[15.0, 15.0, 15.0]] * 2

@@ -1,86 +1,99 @@
-"""An optimiser whose groups follow the roles of parameters, found again by name and never by position."""
+"""The optimiser of a config: every parameter's setting from its role, and the rules that share the parameters out."""
 
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from surefoot.config.optim import OptimConfig
-from surefoot.model.parametrization import ROLES, Role
+from surefoot.config.model import ModelConfig
+from surefoot.config.optim import MUON_ROLES, Adam, AdamW, Lion, Muon, OptimConfig, StableAdamW
+from surefoot.model.role_scaling import Family, Role, in_branch, scaling
+from surefoot.optim.adam import FusedAdam
+from surefoot.optim.lion import LionRule
+from surefoot.optim.muon import MuonRule
+from surefoot.optim.narrow_adam import NarrowAdam
+from surefoot.optim.optimizer import Optimizer, Rule, Setting
+from surefoot.optim.stable_adamw import StableAdamWRule
 
 
 def build_optimizer(
-    parameters: Mapping[str, nn.Parameter], roles: Mapping[str, Role], config: OptimConfig
-) -> torch.optim.AdamW:
-    """Fused AdamW over parameters by name, one group that decays and one that does not, by the table of roles.
+    parameters: Mapping[str, nn.Parameter],
+    roles: Mapping[str, Role],
+    config: OptimConfig,
+    model: ModelConfig,
+    fused: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    replicas: int = 1,
+) -> Optimizer:
+    """Rules over parameters by name, their rates, decays and epsilons by the table of roles for this model's width and depth.
 
-    Moments are created at once, in the dtype of the parameters, so that they exist (as zeros) before the first step and after a skipped one.
-    Raises ValueError when a parameter has no role.
+    ``fused``: rows of each matrix of the parameters that stack several along dim 0. ``replicas``: ranks that hold plain parameters alike
+    and step together; a rule may share its work out among them. Raises ValueError when a parameter has no role.
     """
-    settings = config.optimizer
     missing = sorted(set(parameters) - set(roles))
     if missing:
         raise ValueError(
             f"no role for parameter {missing[0]!r}: declare it in the part's roles(), or it would not train as it should"
         )
-    decayed = [p for name, p in parameters.items() if ROLES[roles[name]].decays]
-    kept = [p for name, p in parameters.items() if not ROLES[roles[name]].decays]
-    groups = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": kept, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        fused=True,
-    )
-    for parameter in parameters.values():
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        }
-    return optimizer
+    rows = fused or {}
+    settings = {name: setting_of(name, roles[name], config, model, rows.get(name, ())) for name in parameters}
+    shares = _shares(parameters, roles, config)
+    return Optimizer(parameters, settings, [_rule(kind, mine, settings, config, replicas) for kind, mine in shares])
 
 
-def moments_by_name(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """``exp_avg/<name>`` and ``exp_avg_sq/<name>`` of every parameter: the live tensors, not copies."""
-    moments: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        for key in ("exp_avg", "exp_avg_sq"):
-            moments[f"{key}/{name}"] = optimizer.state[parameter][key]
-    return moments
+def setting_of(name: str, role: Role, config: OptimConfig, model: ModelConfig, rows: tuple[int, ...] = ()) -> Setting:
+    """How a parameter of this name and role moves: the optimiser's numbers, times the role's, times the parametrization's.
 
-
-def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Set the applied updates that bias correction counts, for every parameter."""
-    for state in optimizer.state.values():
-        state["step"].fill_(step)
-
-
-def apply_update(optimizer: torch.optim.Optimizer, *, lr: float, scale: Tensor, skip: Tensor, gated: bool) -> None:
-    """One optimiser step with clipping folded in, or none at all.
-
-    ``scale`` (scalar): gradients are divided by it. ``skip`` (scalar bool): leave weights, moments and step counts untouched to the bit.
-    Gated, the fused kernel reads both on the device; otherwise the host reads ``skip`` and does not call ``step()``. Same bits either way:
-    an update is never multiplied by zero, since 0 x NaN is NaN.
+    Independent decay takes ``weight_decay`` times rate over peak rate off the weight, at every width alike (arXiv:2309.14322 section
+    3.2.2); as a share of the parameter's own rate that is weight_decay / (lr of the parameter).
     """
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    if not gated and bool(skip):
-        return
-    fp64 = optimizer.param_groups[0]["params"][0].dtype == torch.float64
-    if fp64:  # the fused kernel takes its scale in fp32, which would cost fp64 its last digits
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        torch._foreach_div_(grads, scale.to(torch.float64))
+    kind = optimizer_of(role, config)
+    family: Family = "muon" if isinstance(kind, Muon) else "adam"
+    mine, scaled = getattr(config.roles, role), scaling(role, family, model, branch=in_branch(name))
+    lr = mine.lr * scaled.lr
+    decay = kind.weight_decay * mine.decay
+    if config.decay == "independent":
+        decay /= config.lr * lr
     else:
-        optimizer.grad_scale = scale.to(torch.float32)  # type: ignore[attr-defined]
-    if gated:
-        optimizer.found_inf = skip.to(torch.float32)  # type: ignore[attr-defined]
-    try:
-        optimizer.step()
-    finally:
-        optimizer.__dict__.pop("grad_scale", None)
-        optimizer.__dict__.pop("found_inf", None)
+        # Adam's is a part of the gradient, whose size epsilon follows
+        decay *= scaled.decay * (scaled.eps if isinstance(kind, Adam) else 1.0)
+    eps = 0.0 if isinstance(kind, Lion | Muon) else kind.eps * mine.eps * scaled.eps
+    return Setting(role=role, lr=lr, weight_decay=decay, eps=eps, rows=rows)
+
+
+def optimizer_of(role: Role, config: OptimConfig) -> AdamW | Adam | StableAdamW | Lion | Muon:
+    """The optimiser that moves parameters of this role."""
+    if isinstance(config.optimizer, Muon) and role not in MUON_ROLES:
+        return config.optimizer.others
+    return config.optimizer
+
+
+def _shares(
+    parameters: Mapping[str, nn.Parameter], roles: Mapping[str, Role], config: OptimConfig
+) -> list[tuple[AdamW | Adam | StableAdamW | Lion | Muon, dict[str, nn.Parameter]]]:
+    """Which optimiser moves which parameters."""
+    shares: dict[AdamW | Adam | StableAdamW | Lion | Muon, dict[str, nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        shares.setdefault(optimizer_of(roles[name], config), {})[name] = parameter
+    return list(shares.items())
+
+
+def _rule(
+    kind: AdamW | Adam | StableAdamW | Lion | Muon,
+    parameters: Mapping[str, nn.Parameter],
+    settings: Mapping[str, Setting],
+    config: OptimConfig,
+    replicas: int,
+) -> Rule:
+    narrow_moments = config.moments == "bf16"
+    match kind:
+        case AdamW() | Adam():
+            if narrow_moments or any(parameter.dtype == torch.bfloat16 for parameter in parameters.values()):
+                return NarrowAdam(parameters, settings, kind, narrow_moments=narrow_moments)
+            return FusedAdam(parameters, settings, kind)
+        case StableAdamW():
+            return StableAdamWRule(parameters, settings, kind, narrow_moments=narrow_moments)
+        case Lion():
+            return LionRule(parameters, settings, kind, narrow_moments=narrow_moments)
+        case Muon():
+            return MuonRule(parameters, settings, kind, narrow_moments=narrow_moments, replicas=replicas)

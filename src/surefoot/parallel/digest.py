@@ -27,15 +27,15 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 1 << 64
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The int64 with the same 64 bits."""
     value %= _MODULUS
     return value - _MODULUS if value >= _MODULUS // 2 else value
 
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
+GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = signed(0xBF58476D1CE4E5B9)
+_MIX_2 = signed(0x94D049BB133111EB)
 _LOW = {shift: (1 << (64 - shift)) - 1 for shift in (30, 27, 31)}
 
 
@@ -129,17 +129,17 @@ def _hash_box(name: str, local: Tensor, shape: tuple[int, ...], offsets: tuple[i
     rows, length = bits.shape
     width, height = min(_CHUNK, length), max(1, _CHUNK // length)
     key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-    ramp = torch.arange(1, width + 1, dtype=torch.int64, device=bits.device).mul_(_signed(_GOLDEN))
+    ramp = torch.arange(1, width + 1, dtype=torch.int64, device=bits.device).mul_(signed(GOLDEN))
     mixed, spare = (torch.empty(min(height, rows) * width, dtype=torch.int64, device=bits.device) for _ in range(2))
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for top in range(0, rows, height):
         starts = _row_starts(top, min(top + height, rows), cut, sizes, shape, offsets, bits.device)
         for left in range(0, length, width):
             block = bits[top : top + height, left : left + width]
-            first = starts.add(left).mul_(_signed(_GOLDEN)).add_(_signed(key)).unsqueeze(1)
+            first = starts.add(left).mul_(signed(GOLDEN)).add_(signed(key)).unsqueeze(1)
             x, y = (buffer[: block.numel()].view(block.shape) for buffer in (mixed, spare))
             torch.add(first, ramp[: block.shape[1]], out=x)
-            total += _finalise(x.add_(block), y).sum()
+            total += finalise(x.add_(block), y).sum()
     return int(total.item()) % _MODULUS
 
 
@@ -162,7 +162,7 @@ def _row_starts(
     return starts
 
 
-def _finalise(x: Tensor, spare: Tensor) -> Tensor:
+def finalise(x: Tensor, spare: Tensor) -> Tensor:
     """SplitMix64's permutation, in place. int64 shifts copy the sign, so each is masked into a logical one."""
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
         torch.bitwise_right_shift(x, shift, out=spare).bitwise_and_(_LOW[shift])

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from surefoot.parallel.mesh import World
 
@@ -36,6 +38,26 @@ def gather_over_ranks(values: Sequence[Tensor | float], world: World) -> Tensor:
     everyone = mine.new_empty((world.size, len(mine)))
     dist.all_gather(list(everyone.unbind()), mine)
     return everyone
+
+
+def sum_over_shards(shares: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Of every tensor the sum of its ranks' shares, (tensors,): one number per tensor, which each rank has found from the part it holds.
+
+    A plain tensor is whole on every rank, and so is its share. Collective over the axes that cut any of the tensors, which come in the
+    same order on every rank; the same bits on all of them.
+    """
+    total = shares.clone()
+    cuts: dict[tuple[DeviceMesh, int], list[int]] = {}
+    for at, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor):
+            for axis, placement in enumerate(tensor.placements):
+                if isinstance(placement, Shard):
+                    cuts.setdefault((tensor.device_mesh, axis), []).append(at)
+    for (mesh, axis), places in cuts.items():
+        part = total[places]
+        dist.all_reduce(part, op=dist.ReduceOp.SUM, group=mesh.get_group(axis))
+        total[places] = part
+    return total
 
 
 def packed(values: Sequence[Tensor | float], world: World) -> Tensor:
