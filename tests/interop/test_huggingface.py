@@ -64,7 +64,7 @@ def pair(case: str, implementation: str) -> tuple[Transformer, Any]:
                 parameter += torch.linspace(-0.4, 0.4, len(parameter))
     hf_config = config_cls(**to_config(cfg, max_positions=512), attn_implementation=implementation)
     theirs = cls(hf_config).eval()
-    missing, unexpected = theirs.load_state_dict(to_state(ours.state_dict()), strict=False)
+    missing, unexpected = theirs.load_state_dict(to_state(ours.state_dict(), ours.cfg), strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
     return ours, theirs
@@ -137,7 +137,7 @@ def test_names_and_config_go_to_transformers_and_back(case: str) -> None:
 
 def test_a_folder_of_several_weight_files_loads(tmp_path: Any) -> None:
     ours, _ = pair("llama-untied", "eager")
-    state = to_state(ours.state_dict())
+    state = to_state(ours.state_dict(), ours.cfg)
     names = sorted(state)
     save_file({name: state[name] for name in names[:9]}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({name: state[name] for name in names[9:]}, tmp_path / "model-00002-of-00002.safetensors")

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.config.model import ModelConfig
-from surefoot.model.parametrization import Role
 from surefoot.model.parts import AttendContext
+from surefoot.model.role_scaling import Role
 
 
 class RunningMean(nn.Module):

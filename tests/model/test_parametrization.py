@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from surefoot.config.model import GroupedQueryAttention, InitConfig, ModelConfig, SwiGLU
+from surefoot.config.optim import RolesConfig
 from surefoot.model.parametrization import ROLES, RoleError, draw_parameter, initialise, residual_writers, roles
 from surefoot.model.transformer import Transformer
 
@@ -44,7 +45,8 @@ def test_every_parameter_has_one_role() -> None:
 def test_a_tied_output_is_an_embedding_and_does_not_decay() -> None:
     table = roles(Transformer(config(tie_embeddings=True), torch.float32))
     assert "head.weight" not in table
-    assert {role for role, rule in ROLES.items() if not rule.decays} == {"embedding", "norm", "bias"}
+    decays = {role: getattr(RolesConfig(), role).decay for role in ROLES}
+    assert {role for role, decay in decays.items() if decay == 0} == {"embedding", "norm", "bias"}
     assert all(rule.source for rule in ROLES.values())
 
 

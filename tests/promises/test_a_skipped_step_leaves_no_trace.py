@@ -32,7 +32,7 @@ def test_a_skipped_step_leaves_no_trace(
     for index in range(4):
         train_step(state, loader.batch(index), setup)
     before = digest_tensors(state.tensors())
-    counts = [float(s["step"]) for s in state.optimizer.state.values()]
+    counts = [float(rule.step_count()) for rule in state.optimizer.rules]
     smoothed, draws = state.smoothed_loss, (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
 
     outcome = train_step(state, loader.batch(4), setup)
@@ -40,7 +40,7 @@ def test_a_skipped_step_leaves_no_trace(
     assert outcome.skipped
     assert np.isnan(outcome.signals.gradient_norm)
     assert digest_tensors(state.tensors()) == before
-    assert [float(s["step"]) for s in state.optimizer.state.values()] == counts == [4.0] * len(counts)
+    assert [float(rule.step_count()) for rule in state.optimizer.rules] == counts == [4.0] * len(counts)
     assert (state.step, state.batch_index, state.smoothed_loss) == (4, 5, smoothed)
     assert torch.equal(torch.get_rng_state(), draws[0])
     assert random.getstate() == draws[1]

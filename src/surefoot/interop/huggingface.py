@@ -1,5 +1,6 @@
 """Weights and configs of Hugging Face transformers, for the families Llama and Qwen 3, by name in both directions."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -9,7 +10,8 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 from torch import Tensor
 
-from surefoot.config.model import GroupedQueryAttention, ModelConfig, RMSNorm, SwiGLU
+from surefoot.config.model import GroupedQueryAttention, ModelConfig, RMSNorm, Standard, SwiGLU
+from surefoot.model.role_scaling import multipliers
 
 Family = Literal["llama", "qwen3"]
 
@@ -63,9 +65,47 @@ def from_name(theirs: str) -> str:
     )
 
 
-def to_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our state dict under their names. A tied output projection is not written, as transformers ties it again."""
-    return {to_name(name): tensor for name, tensor in state.items()}
+def to_state(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]:
+    """Our state dict under their names, with everything that our forward multiplies by folded into the weights (``folded``).
+
+    A tied output projection is not written, as transformers ties it again.
+    """
+    return {to_name(name): tensor for name, tensor in folded(state, cfg)[1].items()}
+
+
+def folded(state: Mapping[str, Tensor], cfg: ModelConfig) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The same function without multipliers, as other programs know it: a standard config and its weights. Raises HuggingFaceError.
+
+    The embedding takes its own, the output projection that of the logits, what writes to the residual stream that of residual branches, the
+    query that of attention logits (under QK-norm its gain). Exact to the bit where a multiplier is a power of two. A tied model whose two
+    uses of the embedding differ comes out untied.
+    """
+    scales = multipliers(cfg)
+    tied = cfg.tie_embeddings and scales.embedding == scales.logits
+    plain = dataclasses.replace(
+        cfg, tie_embeddings=tied, embedding_multiplier=1.0, logit_multiplier=1.0, parametrization=Standard()
+    )
+    if multipliers(cfg) == multipliers(plain):
+        return plain, dict(state)
+    _require_built_in(cfg)
+    query = "query_norm" if isinstance(cfg.attention, GroupedQueryAttention) and cfg.attention.qk_norm else "query"
+    by_part = {
+        f"attention.{query}.weight": scales.attention,
+        "attention.output.weight": scales.residual,
+        "feed_forward.down.weight": scales.residual,
+    }
+    whole = {"embedding.weight": scales.embedding, "head.weight": scales.logits}
+    weights = dict(state)
+    if cfg.tie_embeddings and not tied:
+        weights["head.weight"] = state["embedding.weight"]
+    return plain, {
+        name: _times(tensor, whole.get(name, by_part.get(name.partition(".")[2].partition(".")[2], 1.0)))
+        for name, tensor in weights.items()
+    }
+
+
+def _times(tensor: Tensor, scale: float) -> Tensor:
+    return tensor if scale == 1.0 else tensor * scale
 
 
 def from_state(state: Mapping[str, Tensor], *, tied: bool) -> dict[str, Tensor]:
@@ -111,14 +151,10 @@ def from_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def to_config(cfg: ModelConfig, *, max_positions: int) -> dict[str, Any]:
-    """The ``config.json`` of our model: Qwen 3 with QK-norm, Llama without. Raises HuggingFaceError for Custom parts."""
-    attention, feed_forward, norm = cfg.attention, cfg.feed_forward, cfg.norm
-    if not (
-        isinstance(attention, GroupedQueryAttention) and isinstance(feed_forward, SwiGLU) and isinstance(norm, RMSNorm)
-    ):
-        raise HuggingFaceError(
-            "a model with Custom parts has no family in transformers; only built-in parts can be exported"
-        )
+    """The ``config.json`` of our model with its multipliers folded: Qwen 3 with QK-norm, Llama without. Raises HuggingFaceError for Custom
+    parts."""
+    attention, feed_forward, norm = _require_built_in(cfg)
+    scales = multipliers(cfg)
     family: Family = "qwen3" if attention.qk_norm else "llama"
     return {
         "model_type": family,
@@ -132,7 +168,7 @@ def to_config(cfg: ModelConfig, *, max_positions: int) -> dict[str, Any]:
         "head_dim": attention.d_head,
         "hidden_act": "silu",
         "rms_norm_eps": norm.eps,
-        "tie_word_embeddings": cfg.tie_embeddings,
+        "tie_word_embeddings": cfg.tie_embeddings and scales.embedding == scales.logits,
         "attention_bias": False,
         "mlp_bias": False,
         "max_position_embeddings": max_positions,
@@ -140,6 +176,17 @@ def to_config(cfg: ModelConfig, *, max_positions: int) -> dict[str, Any]:
         "rope_theta": attention.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": attention.rope_theta},
     }
+
+
+def _require_built_in(cfg: ModelConfig) -> tuple[GroupedQueryAttention, SwiGLU, RMSNorm]:
+    attention, feed_forward, norm = cfg.attention, cfg.feed_forward, cfg.norm
+    if not (
+        isinstance(attention, GroupedQueryAttention) and isinstance(feed_forward, SwiGLU) and isinstance(norm, RMSNorm)
+    ):
+        raise HuggingFaceError(
+            "a model with Custom parts has no family in transformers; only built-in parts can be exported"
+        )
+    return attention, feed_forward, norm
 
 
 def load_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:

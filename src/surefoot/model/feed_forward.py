@@ -4,8 +4,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.config.model import ModelConfig, SwiGLU
-from surefoot.model.parametrization import Role
 from surefoot.model.parts import AttendContext, Linear, build_custom
+from surefoot.model.role_scaling import Role
 
 
 class GatedFeedForward(nn.Module):

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.config.model import ModelConfig, RMSNorm
-from surefoot.model.parametrization import Role
 from surefoot.model.parts import build_custom
+from surefoot.model.role_scaling import Role
 
 
 class RootMeanSquareNorm(nn.Module):

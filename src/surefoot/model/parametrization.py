@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.config.model import ModelConfig
-
-Role = Literal["embedding", "hidden", "output", "norm", "bias", "router", "expert", "latent"]
+from surefoot.model.role_scaling import Role, in_branch, init_depth, scaling
 
 
 class RoleError(Exception):
@@ -20,33 +19,23 @@ class RoleError(Exception):
 
 @dataclass(frozen=True)
 class RoleRule:
-    """What follows from a role."""
+    """How a role starts."""
 
     init: Literal["normal", "ones", "zeros"]
-    """normal has the std of ``model.init``."""
-    decays: bool
-    """Whether decoupled weight decay applies."""
+    """normal has the std of ``model.init``, and what the parametrization makes of it."""
     source: str
     """Where the rule comes from."""
 
 
 ROLES: dict[Role, RoleRule] = {
-    "embedding": RoleRule(
-        "normal", False, "OLMo 2, arXiv:2501.00656 section 3.3: decay drives embeddings small; a tied output follows"
-    ),
-    "hidden": RoleRule("normal", True, "GPT-2: N(0, 0.02); decay on matrices, arXiv:2005.14165 appendix B"),
-    "output": RoleRule(
-        "normal", True, "an untied output projection is a matrix like another, arXiv:2005.14165 appendix B"
-    ),
-    "norm": RoleRule(
-        "ones", False, "arXiv:1910.07467 section 3: the gain starts at 1; decay would pull it to 0, not 1"
-    ),
-    "bias": RoleRule("zeros", False, "GPT-2; biases do not decay, arXiv:1812.01187 section 3.1"),
-    "router": RoleRule(
-        "normal", True, "arXiv:2101.03961 section 2.4 starts it smaller; DeepSeek-V3 as a hidden matrix"
-    ),
-    "expert": RoleRule("normal", True, "arXiv:2412.19437 section 4.2: all matrices N(0, 0.006), experts as hidden"),
-    "latent": RoleRule("normal", True, "arXiv:2405.04434 section 3.1.2: compressions of MLA as hidden matrices"),
+    "embedding": RoleRule("normal", "GPT-2: N(0, 0.02)"),
+    "hidden": RoleRule("normal", "GPT-2: N(0, 0.02)"),
+    "output": RoleRule("normal", "GPT-2: an untied output projection starts as a matrix like another"),
+    "norm": RoleRule("ones", "arXiv:1910.07467 section 3"),
+    "bias": RoleRule("zeros", "GPT-2"),
+    "router": RoleRule("normal", "DeepSeek-V3 as a hidden matrix; arXiv:2101.03961 section 2.4 starts it smaller"),
+    "expert": RoleRule("normal", "arXiv:2412.19437 section 4.2: all matrices alike, experts as hidden"),
+    "latent": RoleRule("normal", "arXiv:2405.04434 section 3.1.2: compressions of MLA as hidden matrices"),
 }
 
 
@@ -82,6 +71,23 @@ def residual_writers(model: nn.Module) -> set[str]:
     return {prefix + name for prefix, part in _declaring(model, "writes_residual") for name in part.writes_residual()}
 
 
+def fused_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Rows of each matrix of the parameters that stack several along dim 0 (a fused projection), by name: a part says so in ``fused_rows()``.
+
+    Raises RoleError when they are not the rows of the parameter.
+    """
+    by_name = dict(model.named_parameters())
+    stacked = {}
+    for prefix, part in _declaring(model, "fused_rows"):
+        for name, rows in part.fused_rows().items():
+            full = prefix + name
+            if full not in by_name or sum(rows) != by_name[full].shape[0]:
+                shape = tuple(by_name[full].shape) if full in by_name else "no such parameter"
+                raise RoleError(f"{full} is said to stack matrices of {rows} rows, but it has shape {shape}")
+            stacked[full] = tuple(rows)
+    return stacked
+
+
 def initialise(model: nn.Module, cfg: ModelConfig, seed: int) -> None:
     """Draws every parameter of a model of plain tensors, in place, each from (seed, name): the order does not matter."""
     writers = residual_writers(model)
@@ -111,9 +117,9 @@ def draw_parameter(
             return torch.ones(shape, dtype=dtype)
         case "zeros":
             return torch.zeros(shape, dtype=dtype)
-    std = cfg.init.std
+    std = cfg.init.std * scaling(role, "adam", cfg, branch=in_branch(name)).init
     if writes_residual and cfg.init.depth_scaled:
-        std /= math.sqrt(2 * cfg.num_layers)
+        std /= math.sqrt(2 * init_depth(cfg))
     key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
     return _truncated_normal(shape, cfg.init.truncate, generator).mul_(std).to(dtype)

@@ -1,6 +1,7 @@
 """Where parts plug in: what every part is given, the layers all parts share, and parts built by the user."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from surefoot.config.model import Custom, ModelConfig
 from surefoot.model.attention_backends import AttentionBackend
+from surefoot.model.attention_maxima import AttentionMaxima
 from surefoot.model.count import CustomCount
 from surefoot.model.rope import Rotation
 
@@ -18,17 +20,30 @@ class PartError(Exception):
     """A part that cannot be built, or that does not say what its parameters are."""
 
 
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Input (..., in) and weight (out, in) to input weight^T (..., out), in the dtype of the input."""
+
+
+def plain_product(input: Tensor, weight: Tensor) -> Tensor:
+    """The product in the dtype of its input."""
+    return F.linear(input, weight.to(input.dtype))
+
+
 class Linear(nn.Linear):
-    """A product without bias, in the dtype of its input; the weight keeps its own dtype. Starts undrawn."""
+    """A product without bias, in the dtype of its input; the weight keeps its own dtype. Starts undrawn.
+
+    ``product`` is what multiplies; a precision policy may set another (parallel/precision).
+    """
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
+        self.product: Product = plain_product
 
     def reset_parameters(self) -> None:
         """Nothing: parameters are drawn by name, see parametrization."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight.to(input.dtype))
+        return self.product(input, self.weight)
 
 
 class _GradientShare(torch.autograd.Function):
@@ -59,7 +74,10 @@ class Embedding(nn.Embedding):
         """Nothing: parameters are drawn by name, see parametrization."""
 
     def forward(self, input: Tensor) -> Tensor:
-        x = F.embedding(input, self.weight)
+        weight = self.weight
+        if weight.element_size() < 4 and weight.device.type == "cpu":
+            weight = weight.float()  # the gradient of a frequent token is a long sum, which CPUs add up in the dtype of the weight
+        x = F.embedding(input, weight)
         if self.gradient_share != 1.0:
             x = _GradientShare.apply(x, self.gradient_share)  # type: ignore[no-untyped-call]
         return x.to(self.compute_dtype)
@@ -82,6 +100,8 @@ class AttendContext:
     """The kernel."""
     rotation: Rotation | None
     """RoPE of the built-in attention; None when the attention is Custom."""
+    maxima: AttentionMaxima | None = None
+    """What looks at queries and keys of this forward, if anything does."""
 
 
 def build_custom(part: Custom, cfg: ModelConfig, layer: int, *, place: str) -> nn.Module:

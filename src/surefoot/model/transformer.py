@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from surefoot.config.model import GroupedQueryAttention, ModelConfig
 from surefoot.model.attention import build_attention
 from surefoot.model.attention_backends import choose_backend
+from surefoot.model.attention_maxima import AttentionMaxima
 from surefoot.model.feed_forward import build_feed_forward
 from surefoot.model.loss import LossSums, next_token_loss
 from surefoot.model.norm import build_norm
-from surefoot.model.parametrization import Role
 from surefoot.model.parts import AttendContext, Embedding, Linear
+from surefoot.model.role_scaling import Role, multipliers
 from surefoot.model.rope import rotation
 
 
@@ -24,26 +25,35 @@ class Block(nn.Module):
         self.attention = build_attention(cfg, layer)
         self.feed_forward_norm = build_norm(cfg, layer)
         self.feed_forward = build_feed_forward(cfg, layer)
+        self.residual_multiplier = multipliers(cfg).residual
 
     def forward(self, x_BTD: Tensor, context: AttendContext) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), context)
-        out_BTD: Tensor = x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD), context)
-        return out_BTD
+        x_BTD = self._add(x_BTD, self.attention(self.attention_norm(x_BTD), context))
+        return self._add(x_BTD, self.feed_forward(self.feed_forward_norm(x_BTD), context))
+
+    def _add(self, x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
+        return torch.add(x_BTD, branch_BTD, alpha=self.residual_multiplier)
 
 
 class Transformer(nn.Module):
-    """A pre-norm decoder. Parameters are fp32 (fp64 when computing in fp64) and undrawn until ``parametrization.initialise``;
-    the residual stream and every product are in ``compute_dtype``."""
+    """A pre-norm decoder. Parameters are in ``weights_dtype`` (fp32, or fp64 when computing in fp64, unless given) and undrawn until
+    ``parametrization.initialise``; the residual stream and every product are in ``compute_dtype``."""
 
-    def __init__(self, cfg: ModelConfig, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, cfg: ModelConfig, compute_dtype: torch.dtype, weights_dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.cfg = cfg
         self.compute_dtype = compute_dtype
+        self.output_dtype: torch.dtype | None = None
+        """Of the product with the output projection; None is ``compute_dtype``."""
+        self.multipliers = multipliers(cfg)
+        self.maxima: AttentionMaxima | None = None
         self.embedding = Embedding(cfg.vocab_size, cfg.d_model, compute_dtype, cfg.embedding_gradient)
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.num_layers))
         self.norm = build_norm(cfg, cfg.num_layers)
         self.head = None if cfg.tie_embeddings else Linear(cfg.d_model, cfg.vocab_size)
-        self.to(torch.promote_types(compute_dtype, torch.float32))
+        self.to(weights_dtype or torch.promote_types(compute_dtype, torch.float32))
 
     def forward(
         self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None, targets_BT: Tensor | None = None
@@ -53,11 +63,13 @@ class Transformer(nn.Module):
         ``documents_BT`` None means that every row is one document. The head is used here, not in a module of its own, so that a sharded
         model has it gathered.
         """
-        x_BTD = self.embedding(tokens_BT)
+        x_BTD = _scaled(self.embedding(tokens_BT), self.multipliers.embedding)
         context = self._context(x_BTD, positions_BT, documents_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD, context)
-        x_BTD = self.norm(x_BTD)
+        if context.maxima is not None:
+            context.maxima.settle(documents_BT)
+        x_BTD = _scaled(self.norm(x_BTD), self.multipliers.logits).to(self.output_dtype or x_BTD.dtype)
         weight_VD = self.embedding.weight if self.head is None else self.head.weight
         if targets_BT is None:
             return F.linear(x_BTD, weight_VD.to(x_BTD.dtype)).to(torch.promote_types(x_BTD.dtype, torch.float32))
@@ -72,10 +84,18 @@ class Transformer(nn.Module):
             mask = attend.prepare(documents_BT, x_BTD)
             wide = torch.promote_types(x_BTD.dtype, torch.float32)
             angles = rotation(positions_BT, self.cfg.attention.d_head, self.cfg.attention.rope_theta, wide)
-        return AttendContext(positions_BT, documents_BT, mask, attend, angles)
+        maxima = self.maxima if self.maxima is not None and self.maxima.watching else None
+        if maxima is not None:
+            maxima.begin()
+        return AttendContext(positions_BT, documents_BT, mask, attend, angles, maxima)
 
     def roles(self) -> dict[str, Role]:
         own: dict[str, Role] = {"embedding.weight": "embedding"}
         if self.head is not None:
             own["head.weight"] = "output"
         return own
+
+
+def _scaled(x: Tensor, multiplier: float) -> Tensor:
+    """The same tensor where there is nothing to multiply by."""
+    return x if multiplier == 1.0 else x * multiplier
