@@ -18,7 +18,7 @@ from surefoot.monitor.sentences import sentence, tone
 from surefoot.monitor.step_report import StepReport
 from surefoot.monitor.summary import Summary
 from surefoot.monitor.summary_text import summary_text
-from surefoot.monitor.wording import duration, percent, rate, short
+from surefoot.monitor.wording import duration, percent, rate, several, short
 
 REFRESH_S = 0.2
 """Least time between two drawings of the live line."""
@@ -36,6 +36,7 @@ class ConsoleWatcher:
     ) -> None:
         """``terminal`` overrides whether the stream is one; ``print_every`` is in steps, for logs."""
         self._facts = facts
+        self._goal = facts.steps
         self._print_every = max(1, print_every)
         self._rich = RichConsole(file=stream or sys.stderr, force_terminal=terminal, highlight=False)
         # On a terminal lines break between words; in a log they stay whole.
@@ -67,6 +68,8 @@ class ConsoleWatcher:
 
     def event(self, kind: str, row: Mapping[str, Any]) -> None:
         """A ledger row or event, said as a sentence."""
+        if kind == "horizon":
+            self._goal = int(row["last_step"])
         self._rich.print(Text(sentence(kind, row), style=_STYLES[tone(kind, row)]))
 
     def say(self, text: str) -> None:
@@ -92,19 +95,28 @@ class ConsoleWatcher:
     def _figures(self, report: StepReport) -> list[str]:
         """Every figure there is, with its name or unit."""
         value = report.metrics
-        total = self._facts.steps
-        left = duration((total - report.step) * self._step_s) if self._step_s else "?"
+        total = self._goal
+        left = self._left(report)
         shown: list[tuple[str, Callable[[float], str]]] = [
             ("train/loss", lambda x: f"loss {x:.3f}"),
             ("train/loss_smoothed", lambda x: f"smoothed {x:.3f}"),
             ("train/gradient_norm", lambda x: f"gradient norm {x:.2f}"),
+            ("train/heads_clipped", lambda x: several(round(x), "head") + " clipped"),
             ("train/lr", lambda x: f"lr {rate(x)}"),
+            ("train/noise_scale", lambda x: f"critical batch {short(x)} tokens"),
             ("perf/tokens_per_s", lambda x: f"{short(x)} tokens/s"),
             ("perf/mfu", lambda x: f"MFU {percent(x)}"),
             ("perf/memory_gib", lambda x: f"{x:.1f} GiB"),
         ]
         figures = [wording(value[name]) for name, wording in shown if name in value]
-        return [f"step {report.step:,}/{total:,}", *figures, f"{short(report.tokens)} tokens", f"ETA {left}"]
+        step = f"step {report.step:,}/{total:,}" if total else f"step {report.step:,}"
+        return [step, *figures, f"{short(report.tokens)} tokens", f"ETA {left}"]
+
+    def _left(self, report: StepReport) -> str:
+        """The time that remains: by the pace lately, or what a bound of time leaves while it has not become steps."""
+        if self._goal:
+            return duration((self._goal - report.step) * self._step_s) if self._step_s else "?"
+        return duration(max(self._facts.bound_s - report.metrics.get("perf/train_s", 0.0), 0.0))
 
     def _time(self, report: StepReport) -> None:
         """Average the wall time of recent steps; all of it, evaluations and checkpoints included."""

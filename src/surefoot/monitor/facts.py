@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
 from surefoot.monitor.store import RunStore
-from surefoot.monitor.wording import short
+from surefoot.monitor.wording import duration, short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Fact:
     @classmethod
     def read(cls, event: Mapping[str, Any]) -> Self:
         """From the event that ``write`` made."""
-        return cls(**{field.name: event[field.name] for field in fields(cls)})
+        return cls(**{field.name: event[field.name] for field in fields(cls) if field.name in event})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,11 @@ class RunFacts(Fact):
     """One phrase, ``6 layers, d_model 192``."""
     num_params: int
     tokens: int
-    """Of the whole run."""
+    """Of the whole run; 0 where its clock decides."""
     steps: int
+    """Likewise."""
+    bound_s: float = 0.0
+    """Training time that bounds the run; 0 where it is bounded by something else."""
     batch_tokens: int
     """Of the first batch."""
     precision: str
@@ -50,9 +53,10 @@ class RunFacts(Fact):
 
     def line(self) -> str:
         """Model, parameters, tokens, batch, precision, fingerprints of data and config, run folder."""
+        length = f"{short(self.tokens)} tokens in {self.steps:,} steps" if self.steps else duration(self.bound_s)
         return (
-            f"{self.recipe}: {self.model}, {short(self.num_params)} parameters · {short(self.tokens)} tokens in "
-            f"{self.steps:,} steps of {short(self.batch_tokens)} · {self.precision} on {self.device} · "
+            f"{self.recipe}: {self.model}, {short(self.num_params)} parameters · {length} of "
+            f"{short(self.batch_tokens)}{'' if self.steps else ' tokens a step'} · {self.precision} on {self.device} · "
             f"data {self.data_fingerprint[:8]} · config {self.config_fingerprint[:8]} · {self.folder}"
         )
 

@@ -63,8 +63,16 @@ def guard_charts(run: Run) -> list[Chart]:
             "The largest attention logit of a layer on a few held-out rows. Growth from a hundred towards ten thousand is "
             "how attention fails, slowly; QK-norm holds it down.",
             "logit",
-            _attention(history),
+            [*_attention(history), *_of_batches(history)],
             logarithmic=True,
+        ),
+        Chart(
+            "Heads clipped",
+            "Query heads whose weights QK-clip scaled back after an update, because a logit of the batch was above its threshold. "
+            "Kimi K2's fell to none as the run settled; many heads for long point to a rate that is too high.",
+            "heads",
+            drawn(history, "train/heads_clipped", "main", "heads clipped"),
+            from_zero=True,
         ),
     ]
     return [chart for chart in every if chart.lines]
@@ -132,6 +140,13 @@ def _attention(history: Columns) -> list[Line]:
         Line(f"largest {what}", "main", *_thin(x, largest), dots=True),
         Line(f"median {what}", "second", *_thin(x, middle), dots=True),
     ]
+
+
+def _of_batches(history: Columns) -> list[Line]:
+    """What QK-clip saw, at the batches where it looked."""
+    y = column(history, "train/attention_logit_max")
+    seen = np.isfinite(y)
+    return [Line("largest of a batch", "raw", *_thin(history["batch_index"][seen], y[seen]))] if seen.any() else []
 
 
 def _thin(x: np.ndarray, y: np.ndarray) -> tuple[list[int], list[float | None]]:

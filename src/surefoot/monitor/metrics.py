@@ -41,6 +41,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/num_targets", "tokens", "sum", "tokens that were predicted"),
     Metric("train/tokens_excluded", "tokens", "sum", "tokens blanked because their document is excluded"),
     Metric("train/tokens_masked", "tokens", "sum", "tokens blanked because they repeat themselves (data.repetition)"),
+    Metric("train/loss_scale", "1", "same", "factor on the fp16 loss after the batch"),
+    Metric("train/overflows", "batches", "same", "fp16 overflows so far: each halved the scale and skipped its update"),
     Metric("train/skipped", "1", "same", "1 where the update was refused, else 0"),
     Metric(
         "train/gradient_norm/<role>", "1", "same", "L2 norm of the gradient of one kind of parameters, before clipping"
@@ -49,6 +51,22 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "train/update_size", "1", "same", "root mean square of what the update changed in a fixed sample of weights"
     ),
+    Metric(
+        "train/attention_logit_max",
+        "1",
+        "max",
+        "largest attention logit of the batch; written where a head may be above optim.qk_clip",
+    ),
+    Metric("train/heads_clipped", "heads", "same", "query heads whose weights QK-clip scaled back after the update"),
+    Metric(
+        "train/noise_scale",
+        "tokens",
+        "same",
+        "gradient noise scale, smoothed: the batch size beyond which more of it helps little (critical batch size)",
+    ),
+    Metric("train/noise_scale_rows", "rows", "same", "the same in rows of this batch's mean number of targets"),
+    Metric("train/noise_signal", "1", "same", "squared norm of the true gradient, smoothed estimate"),
+    Metric("train/noise_trace", "1", "same", "trace of the covariance of one target's gradient, smoothed estimate"),
     Metric("train/document_loss_max", "nats/token", "max", "largest loss of a document's part in one row"),
     Metric("train/document_loss_p999", "nats/token", "same", "99.9th percentile of those losses over the batch"),
     Metric("data/misaligned", "share", "same", "targets that are not the next token of their row; 0 in sound data"),
@@ -62,9 +80,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/tokens_per_s", "tokens/s", "sum", "tokens of the batch over the wall time of the step"),
     Metric("perf/mfu", "1", "same", "model FLOPs over what the device's matrix products reach at best"),
     Metric("perf/step_s", "s", "max", "wall time of the step, its wait for data included"),
+    Metric("perf/train_s", "s", "same", "training time so far, all attempts; where hours or money bound the run"),
     Metric("perf/data_wait_s", "s", "max", "time the step waited for its batch"),
     Metric("perf/memory_gib", "GiB", "max", "largest memory a process has held so far"),
     Metric("eval/<domain>/loss", "nats/token", "mean", "held-out cross-entropy of a domain"),
+    Metric("inside/<role>/lr", "1", "same", "learning rate of one kind of parameters, everything multiplied out"),
+    Metric("inside/<role>/weight_decay", "1", "same", "share of a weight that decay takes off per step"),
     Metric("inside/<role>/update_ratio", "1", "same", "size of the update over the size of the weights it changed"),
     Metric(
         "inside/<role>/rms_t",

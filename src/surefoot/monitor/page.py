@@ -10,10 +10,12 @@ from plotly.offline import get_plotlyjs
 
 from surefoot.monitor.charts import Chart
 from surefoot.monitor.compare import flat
+from surefoot.monitor.facts import RunFacts
 from surefoot.monitor.guard_charts import hover
 from surefoot.monitor.guard_section import guard_section
 from surefoot.monitor.guard_story import Deed
 from surefoot.monitor.health import Health
+from surefoot.monitor.role_section import role_table
 from surefoot.monitor.sentences import Moment, told_briefly
 from surefoot.monitor.summary import Domain, Summary
 from surefoot.monitor.wording import duration, percent, several, short
@@ -38,6 +40,7 @@ def page(
         _figures(summary),
         _domains(summary.domains),
         *(_chart(place, chart) for place, chart in enumerate(drawn)),
+        role_table(summary.roles),
         guard_section(deeds),
         _events(moments),
         _samples(summary),
@@ -115,7 +118,7 @@ def _head(summary: Summary, health: Health) -> str:
     facts = summary.facts
     what = (
         f"A language model of {short(facts.num_params)} parameters ({escape(facts.model)}), recipe "
-        f"<b>{escape(facts.recipe)}</b>, trained on {short(facts.tokens)} tokens in {facts.steps:,} steps of "
+        f"<b>{escape(facts.recipe)}</b>, trained {_length(facts)} of "
         f"{short(facts.batch_tokens)} tokens, in {escape(facts.precision)} on {escape(facts.device)}."
         if facts
         else "A pretraining run."
@@ -129,6 +132,12 @@ def _head(summary: Summary, health: Health) -> str:
     )
 
 
+def _length(facts: RunFacts) -> str:
+    if not facts.steps:
+        return f"for {duration(facts.bound_s)} in steps"
+    return f"on {short(facts.tokens)} tokens in {facts.steps:,} steps"
+
+
 def _figures(summary: Summary) -> str:
     goal = f" of {summary.steps:,}" if summary.steps > summary.step else ""
     shown = [
@@ -137,6 +146,10 @@ def _figures(summary: Summary) -> str:
         (_number(summary.final_loss), "training loss, nats per token, mean of the last updates"),
         (duration(max(summary.wall_s, summary.train_s)), "time at work"),
         (short(summary.tokens_per_s) if math.isfinite(summary.tokens_per_s) else "", "tokens a second (median)"),
+        (
+            short(summary.critical_batch) if math.isfinite(summary.critical_batch) else "",
+            "tokens: critical batch size, by the gradient noise scale",
+        ),
         (percent(summary.mfu) if math.isfinite(summary.mfu) else "", "of the device's best matrix-product speed (MFU)"),
         (f"{summary.memory_gib:.1f} GiB" if math.isfinite(summary.memory_gib) else "", "memory at most"),
         (f"{summary.skipped}", "skipped steps (updates refused)"),

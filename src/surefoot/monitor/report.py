@@ -8,6 +8,7 @@ from surefoot.monitor.guard_charts import guard_charts, with_deeds
 from surefoot.monitor.guard_story import deeds
 from surefoot.monitor.health import health
 from surefoot.monitor.page import page
+from surefoot.monitor.role_section import role_charts
 from surefoot.monitor.run import Run
 from surefoot.monitor.sentences import story
 from surefoot.monitor.summary import summarise
@@ -19,7 +20,7 @@ def report_html(run: Run) -> str:
     batches = run.history()["batch_index"]
     span = (int(batches[0]), int(batches[-1])) if len(batches) else (0, 1)
     moments = story(run)
-    drawn = [*with_deeds(charts(run, summary.domains), run, moments), *guard_charts(run)]
+    drawn = [*with_deeds(charts(run, summary.domains), run, moments), *guard_charts(run), *role_charts(run)]
     return page(summary, health(run, summary, run.status()), drawn, moments, deeds(run), run.config, span)
 
 

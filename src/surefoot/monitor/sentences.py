@@ -60,6 +60,8 @@ def sentence(kind: str, row: Mapping[str, Any]) -> str:
             return f"Forked from {row['parent']} at step {row['step']:,} with {changes} of the config."
         case "lr_event":
             return _lr_event(row)
+        case "horizon":
+            return f"The decay begins at step {row['step']:,}, so that the run ends with its bound: at step {row['last_step']:,}."
         case "verdict":
             return str(row.get("text") or row.get("reason") or f"The guard gave a verdict: {_rest(row)}")
         case _:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from surefoot.monitor.facts import RunFacts, Sample, Yardstick
+from surefoot.monitor.role_figures import RoleFigures, role_figures
 from surefoot.monitor.run import Columns, Run, Status
 
 FINAL_STEPS = 50
@@ -70,6 +71,8 @@ class Summary:
     """Median over the steps that count."""
     mfu: float
     """Median; NaN where it was not measured."""
+    critical_batch: float
+    """Tokens, by the last measurement of the gradient noise scale; NaN where there is none."""
     memory_gib: float
     skipped: int
     rollbacks: int
@@ -85,6 +88,7 @@ class Summary:
     state_digest: str
     """Of the newest surviving checkpoint or the finish."""
     domains: tuple[Domain, ...]
+    roles: tuple[RoleFigures, ...]
     samples: tuple[Sample, ...]
     facts: RunFacts | None
     how_to_continue: str
@@ -102,7 +106,7 @@ def summarise(run: Run) -> Summary:
     losses = losses[np.isfinite(losses)]
     event = run.last_event("facts")
     facts = RunFacts.read(event) if event else None
-    steps = int(run.config.get("steps") or (facts.steps if facts else 0))
+    steps = _goal(run, facts)
     checkpoints = run.ledger.surviving_checkpoints()
     count = len(metrics["step"])
     return Summary(
@@ -122,6 +126,7 @@ def summarise(run: Run) -> Summary:
         lost_s=float(sum(float(row.get("perf/step_s", 0.0)) for row in run.abandoned_rows)),
         tokens_per_s=_median(column(metrics, "perf/tokens_per_s")),
         mfu=_median(column(metrics, "perf/mfu")),
+        critical_batch=_last(column(metrics, "train/noise_scale")),
         memory_gib=_largest(column(metrics, "perf/memory_gib")),
         skipped=len(run.ledger.skips()),
         read_again=sum(a.reason == "rollback" and a.checkpoint == "in place" for a in run.attempts),
@@ -132,10 +137,18 @@ def summarise(run: Run) -> Summary:
         checkpoint=checkpoints[-1].name if checkpoints else "",
         state_digest=_digest(run),
         domains=domains(run, metrics),
+        roles=role_figures(metrics),
         samples=_samples(run),
         facts=facts,
         how_to_continue=_how_to_continue(run, status),
     )
+
+
+def _goal(run: Run, facts: RunFacts | None) -> int:
+    """The run's last step: as its clock decided, as it was worked out at the start, or as the config says."""
+    by_steps = run.config.get("bound", {"kind": "steps"})["kind"] == "steps"
+    configured = int(run.config.get("steps", 0)) if by_steps else 0
+    return run.ledger.horizon or configured or (facts.steps if facts else 0)
 
 
 def column(metrics: Columns, name: str) -> Any:
@@ -189,7 +202,9 @@ def _digest(run: Run) -> str:
 
 def _how_to_continue(run: Run, status: Status) -> str:
     if status.state == "finished":
-        return f"surefoot fork {shlex.quote(str(run.folder))} --at {status.step} --set steps={2 * status.step}"
+        bound = "" if run.config.get("bound", {"kind": "steps"})["kind"] == "steps" else " --set bound.kind=steps"
+        longer = f"{bound} --set steps={2 * status.step}"
+        return f"surefoot fork {shlex.quote(str(run.folder))} --at {status.step}{longer}"
     argv = run.environment.get("argv")
     if not isinstance(argv, list) or not argv:
         return ""
@@ -214,6 +229,11 @@ def _wall_s(run: Run) -> float:
 def _median(values: Any) -> float:
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if len(finite) else math.nan
+
+
+def _last(values: Any) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if len(finite) else math.nan
 
 
 def _largest(values: Any) -> float:

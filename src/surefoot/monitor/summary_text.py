@@ -58,6 +58,9 @@ def _figures(summary: Summary) -> str:
     wall = max(summary.wall_s, summary.train_s + summary.lost_s)
     lines.append(f"time           {duration(wall)}: {duration(summary.train_s)} in steps that count{lost}")
     lines.append(f"tokens         {short(summary.tokens)}{speed}{mfu}")
+    if math.isfinite(summary.critical_batch):
+        batch = f"; the first batch has {short(summary.facts.batch_tokens)}" if summary.facts else ""
+        lines.append(f"critical batch {short(summary.critical_batch)} tokens, by the gradient noise scale{batch}")
     lines.append(f"stability      {_stability(summary)}")
     return "\n".join(lines)
 
