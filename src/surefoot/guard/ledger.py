@@ -105,6 +105,12 @@ class Ledger:
         return self.decisions.lr_events()
 
     @cached_property
+    def horizon(self) -> int:
+        """The last step of a run whose bound is time, once its clock has decided it; 0 until then. No rollback moves it."""
+        decided = self.of_kind("horizon")
+        return int(decided[0]["last_step"]) if decided else 0
+
+    @cached_property
     def rows(self) -> tuple[Row, ...]:
         """All of them, in order."""
         return tuple(self._log[: self._length])

@@ -15,6 +15,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "skip": ("batch_index", "step", "cause"),
     "verdict": (),
     "lr_event": ("start_step", "factor", "hold_steps", "ramp_steps", "settle", "cause", "batch_index"),
+    "horizon": ("last_step", "step", "batch_index"),
     "lineage": ("parent", "step", "diff"),
     "finish": ("step", "batch_index", "digest"),
     "stop": ("reason",),

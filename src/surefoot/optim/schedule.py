@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
-from surefoot.config.optim import WSD, Constant, Cosine, Linear, OptimConfig
+from surefoot.config.optim import WSD, Constant, Cosine, InverseSqrt, Linear, OneMinusSqrt, OptimConfig, Power
 from surefoot.guard.lr_change import LrChange
 
 
@@ -25,6 +26,28 @@ def lr_factor(step: int, changes: Sequence[LrChange]) -> float:
     return math.prod(_changed(step - change.start_step, change) for change in changes)
 
 
+def ramp_factor(rows: int, batch_size: int, rule: Literal["none", "sqrt", "linear"]) -> float:
+    """What a batch of ``rows`` multiplies the rate by, which was tuned for ``batch_size`` rows; 1 where they are the same."""
+    match rule:
+        case "none":
+            return 1.0
+        case "sqrt":
+            return math.sqrt(rows / batch_size)
+        case "linear":
+            return rows / batch_size
+
+
+def decay_begins(schedule: WSD, num_steps: int) -> float:
+    """Updates before the first whose rate WSD has lowered."""
+    return num_steps - decay_steps(schedule, num_steps)
+
+
+def landing(schedule: WSD, step: int) -> int:
+    """The last step of a run whose decay begins after ``step`` updates: the rate does not jump there."""
+    last = step + schedule.decay_steps if schedule.decay_steps else math.ceil(step / (1.0 - schedule.decay_fraction))
+    return max(last, step + 1)
+
+
 def _changed(since: int, change: LrChange) -> float:
     """Multiplier of one change, ``since`` updates after its first; 1 before it."""
     if since < 0:
@@ -41,14 +64,38 @@ def _ratio(step: int, config: OptimConfig, num_steps: int) -> float:
     """Rate over peak rate that the schedule asks for, warm-up aside."""
     progress = (step + 1 - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
     progress = min(max(progress, 0.0), 1.0)
+    warm = max(config.warmup_steps, 1)
     match config.schedule:
         case Constant():
             return 1.0
         case Linear(min_ratio=low):
-            return 1.0 + (low - 1.0) * progress
+            return _fallen("linear", progress, low)
         case Cosine(min_ratio=low):
-            return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
-        case WSD(decay_fraction=fraction, min_ratio=low):
-            length = fraction * num_steps
+            return _fallen("cosine", progress, low)
+        case OneMinusSqrt(min_ratio=low):
+            return _fallen("one_minus_sqrt", progress, low)
+        case InverseSqrt():
+            return math.sqrt(warm / max(step + 1, warm))
+        case Power(exponent=exponent, peak_steps=peak):
+            start = peak or warm
+            return float((start / max(step + 1, start)) ** exponent)
+        case WSD(shape=shape, min_ratio=low) as wsd:
+            length = decay_steps(wsd, num_steps)
             decayed = (step + 1 - (num_steps - length)) / length if length > 0 else 0.0
-            return 1.0 + (low - 1.0) * min(max(decayed, 0.0), 1.0)
+            return _fallen(shape, min(max(decayed, 0.0), 1.0), low)
+
+
+def decay_steps(schedule: WSD, num_steps: int) -> float:
+    """Updates over which WSD decays."""
+    return schedule.decay_steps or schedule.decay_fraction * num_steps
+
+
+def _fallen(shape: Literal["linear", "cosine", "one_minus_sqrt"], progress: float, low: float) -> float:
+    """From 1 at progress 0 to ``low`` at progress 1."""
+    match shape:
+        case "linear":
+            return 1.0 + (low - 1.0) * progress
+        case "cosine":
+            return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        case "one_minus_sqrt":
+            return low + (1.0 - low) * (1.0 - math.sqrt(progress))
