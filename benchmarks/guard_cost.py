@@ -26,8 +26,8 @@ from surefoot.guard.guard import GuardState, judge, limits
 from surefoot.guard.record import Record
 from surefoot.model.count import num_params
 from surefoot.model.loss import LossSums
-from surefoot.optim.build import apply_update
 from surefoot.optim.clip import clip_scale, squared_norm_share
+from surefoot.optim.optimizer import Update
 from surefoot.optim.schedule import lr_at
 from surefoot.parallel.digest import combine, digest_tensors
 from surefoot.parallel.forward_backward import MicroBatch
@@ -74,7 +74,7 @@ def bare_step(state: TrainState, batch: Batch, setup: Setup) -> float:
     top = max_over_ranks([torch.stack([s.lse_max for s in sums]).max()], world)
     norm = torch.where(total[4] > 0, math.nan, total[0].sqrt())
     skip = ~(torch.isfinite(norm) & torch.isfinite(total[1]))
-    apply_update(state.optimizer, lr=lr, scale=clip_scale(norm, config.optim.clip_norm), skip=skip, gated=True)
+    state.optimizer.apply(Update(lr=lr, scale=clip_scale(norm, config.optim.clip_norm), skip=skip))
     loss, _, skipped = torch.stack([total[1], top[0], skip.double()]).tolist()
     state.step += not skipped
     return loss / num_targets

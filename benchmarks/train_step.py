@@ -111,7 +111,7 @@ def peer(model: ModelConfig, precision: str, compiled: bool, weights: dict[str, 
         use_cache=False,
     )
     network: Any = LlamaForCausalLM(config)
-    network.load_state_dict(to_state(weights), strict=False)
+    network.load_state_dict(to_state(weights, model), strict=False)
     network.tie_weights()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     forward = torch.compile(network) if compiled else network

@@ -79,3 +79,85 @@ SPREAD_SHARE = 0.8
 
 INTERVAL_DIGITS = 1e-5
 """Absolute: published limits of exact intervals are printed with five digits."""
+
+# Muon
+
+NEWTON_SCHULZ = {torch.bfloat16: 3e-2, torch.float32: 5e-6, torch.float64: 5e-14}
+"""Five Newton-Schulz steps against the polynomial of the singular values: measured 1.5e-2, 1.4e-6 and 6e-15."""
+ORTHOGONAL_RANGE = (0.675, 1.21)
+"""Absolute, of singular values in bf16: the polynomial's own range is 0.682 to 1.2024, rounded 0.7 to 1.2; measured 0.680 to 1.138."""
+ORTHOGONAL_RMS = 2e-2
+"""Root mean square of an update with bf16 Newton-Schulz against exact arithmetic: measured 1e-3."""
+
+# Optimisers
+
+OPTIMISERS = {torch.float32: 1e-6, torch.float64: 1e-12}
+"""Weights and moments after 50 steps of an elementwise optimiser against its equations in fp64: measured 3e-7 to 8e-7 in fp32, 2e-15 in fp64."""
+RECOMPUTED_UPDATE = 1e-9
+"""An update recomputed from moments and weights in fp64 against the difference of weights that are 100 times larger: measured below."""
+
+# QK-clip
+
+QK_CLIPPED = 1e-3
+"""Largest logit of a clipped head over the threshold, less 1, on the batch that was clipped for, at a rate near 0 in fp32: measured 4e-8 to 2e-7; the bound is the published one (science.md 7.2)."""
+MUON = {torch.float32: 1e-6, torch.float64: 1e-14}
+"""50 steps of Muon with fp32 Newton-Schulz against its equations in fp64: measured 4e-7 and 4e-16."""
+TORCH_MUON = 2e-2
+"""Movement over 20 steps against torch.optim.Muon, whose Newton-Schulz is bf16 too: measured 5e-3, its own distance from fp32 4e-3."""
+UPDATE_RECOMPUTED = 1e-13
+"""An update in fp64 recomputed from momentum, gradients and weights against the difference of weights: measured 7e-15."""
+NARROW_DRIFT = 6e-2
+"""Movement of 4,096 bf16 weights over 200 updates, each a hundredth of a bf16 digit, against that of fp32 weights: chance is 1.3e-2."""
+NARROW_MOMENTS = 3e-2
+"""Moments in bf16 against fp32 after 200 steps, each rounded by up to 2^-7 over and over: measured 0.8e-2 to 1.3e-2 over four seeds."""
+NARROW_WEIGHTS = {"adamw": 5e-3, "adam": 5e-3, "stable_adamw": 5e-3, "lion": 6e-2}
+"""Weights with moments in bf16 against fp32 after 200 steps of a rate of 1e-2: measured 0.8e-3 to 1.7e-3, of Lion, whose signs turn over,
+1.6e-2 to 2.2e-2."""
+ROUNDED_MEAN = 1e-2
+"""The mean of 512 or more elements after hundreds of stochastic roundings against exact arithmetic: measured 5e-4 and 1.3e-3."""
+
+# The gradient noise scale
+
+NOISE_SCALE = 0.3
+"""Critical batch size of about 40 smoothed measurements of 8 rows against the gradients of 192 rows one by one: both are estimates."""
+VERTEX = 1e-9
+"""Of a parabola's vertex, relative (absolute in log2): three points and a dozen operations in fp64 leave 1e-14; a wrong neighbour or spacing shows at 1e-2."""
+
+# Parametrizations
+
+MUP_PACKAGE = 3e-5
+"""Mean absolute activations over four steps in fp64 against the mup package on transformers' Llama, whose norms and angles are in fp32: measured
+5e-8 before the first update and up to 7e-6 after, as Adam turns noise in a small gradient into a step; a decay left out shows as 2e-4."""
+
+# Sweeps
+
+ARITHMETIC = 1e-12
+"""Means and deviations of a few numbers near 1 in fp64, summed in another order: a few times 2e-16."""
+
+# Precision
+
+UNSCALED_FP16 = 5e-3
+"""Per tensor, gradients by way of a loss scale in fp16 against fp32: measured up to 9e-4, with 1024 as with 65536."""
+FP8_LOOPS = 1e-6
+"""Blockwise fp8 in fp32 arithmetic against loops over blocks: the same fp8 values, scaled back by a product there and a division here."""
+FP8_TORCHAO = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+"""Outputs and both gradients against torchao's emulation: bit for bit rowwise, whose scales are powers of two; tensorwise measured 1e-7 in fp32,
+and 3e-3 in bf16, where we round what is scaled back to bf16 before the product and torchao does not."""
+PRECISION_RANKS = {
+    "bf16_pure": (1e-4, 2e-3, 2e-2),
+    "fp16": (1e-5, 5e-4, 3e-3),
+    "tensorwise": (5e-4, 1e-2, 0.25),
+    "rowwise": (2e-4, 5e-3, 6e-2),
+    "blockwise": (2e-4, 5e-3, 6e-2),
+}
+"""Two ranks against one over three steps: loss, gradient norm, and per tensor the first moments after the first step, relative. Measured, the
+worse of DDP and FSDP2: bf16_pure 6e-6, 4e-4, 4e-3; fp16 6e-7, 5e-5, 5e-4; tensorwise, whose scales are those of each rank's rows, 8e-5, 1.4e-3,
+0.07; rowwise 3e-5, 1e-3, 0.016; blockwise 1.3e-5, 9e-4, 0.014: where bf16 differs in its last digit, an fp8 operand differs by an eighth."""
+PRECISION_MICRO_BATCHES = 8e-3
+"""Per tensor, bf16 gradients of four micro-batches against one of all rows: measured 3.4e-3; summed in bf16 it would be 6e-3 for four, and grow."""
+PRECISION_CLIPPED = {"fp32": 1e-5, "fp64": 1e-6, "bf16": 1e-5, "bf16_pure": 1e-2, "fp16": 1e-5, "fp8": 1e-5}
+"""The norm with which a gradient 1,000 times too large leaves; only bf16_pure has gradients narrower than fp32."""
+LAW_BY_HAND = 2e-6
+"""A published power law against its exponents added up by hand with seven digits of the logarithms."""
+LAW_ROUNDED = 0.03
+"""A published law against the figures published with it, which are rounded to two digits: the worst, Porian's batch, is 2.5 % off."""

@@ -20,7 +20,7 @@ def run_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.toml").write_text(
-        to_toml(tiny()).replace("lr = 0.003", "lr = 0.001").replace("every = 200", "every = 50")
+        to_toml(tiny()).replace("lr = 0.003", "lr = 0.001").replace("\nevery = 200\n", "\nevery = 50\n")
     )
     return folder
 
@@ -83,11 +83,11 @@ def test_what_is_no_config_is_told_with_the_nearest_recipe(capsys: Captured, tmp
         (["train", ""], ["tiny"]),
         (["train", "tiny", "--fr"], ["--fresh"]),
         (
-            ["train", "tiny", "--optim.sch"],
-            ["--optim.schedule.kind", "--optim.schedule.min_ratio", "--optim.schedule.decay_fraction"],
+            ["train", "tiny", "--optim.schedule.decay"],
+            ["--optim.schedule.decay_fraction", "--optim.schedule.decay_steps"],
         ),
-        (["train", "tiny", "--optim.schedule.kind", ""], ["constant", "cosine", "linear", "wsd"]),
-        (["train", "--parallel.precision", "f"], ["fp32", "fp64"]),
+        (["train", "tiny", "--optim.schedule.kind", ""], ["constant", "cosine", "linear", "one_minus_sqrt", "inverse_sqrt", "power", "wsd"]),
+        (["train", "--parallel.precision", "f"], ["fp32", "fp16", "fp8", "fp64"]),
         (["train", "--optim.gated", ""], ["true", "false"]),
         (["train", "--config", ""], []),
         (["config", ""], ["show", "diff"]),

@@ -46,7 +46,10 @@ def command_that_raises(monkeypatch: pytest.MonkeyPatch, error: BaseException) -
         ["train", "tiny", "--help-all"],
         ["train", "tyny", "--optim.lrr", "3"],
         ["doctor", "--help"],
+        ["sweep", "--help"],
+        ["sweep", "tiny", "--vary", "optim.lrr=1e-3,1e-2"],
         ["config", "--help"],
+        ["coordcheck", "--help"],
         ["config", "show", "tiny", "--optim.lr", "1e-3"],
         ["config", "diff", "tiny", "nothing-there"],
         ["--complete", "train", ""],
@@ -74,6 +77,10 @@ def test_the_issues_commands_are_there() -> None:
         "data",
         "guard",
         "drill",
+        "coordcheck",
+        "sweep",
+        "transfer",
+        "advise",
         "doctor",
         "config",
     ]
@@ -84,7 +91,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys: pytest.CaptureF
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        "command = 'doctr' is not one of train, fork, runs, report, sample, data, guard, drill, doctor, config; nearest: 'doctor'\n"
+        "command = 'doctr' is not one of train, fork, runs, report, sample, data, guard, drill, coordcheck, sweep, transfer, advise, doctor, config; nearest: 'doctor'\n"
     )
 
 

@@ -15,6 +15,7 @@ from surefoot.config.guard import GuardConfig
 from surefoot.config.run import RunConfig
 from surefoot.data.loader import Batch, Loader
 from surefoot.data.pack import BLANK, IGNORE
+from surefoot.optim.adam import FusedAdam
 from surefoot.parallel.mesh import join_world
 from surefoot.proof import data_faults
 from surefoot.proof.data_faults import SpoiledLoader, mark, skip_healthy
@@ -54,7 +55,7 @@ def losses_with(config: RunConfig, folder: Path, arm: Callable[[Bench], Bench]) 
     with opened(config, folder) as run:
         bench = arm(Bench(run.setup, run.state, run.data))
         train(run.state, bench.setup, bench.data, run.keeping, stop=StopRequest(), watchers=(witness,))
-        count = int(next(iter(run.state.optimizer.state.values()))["step"].item())
+        count = int(run.state.optimizer.step_count())
     return [row.loss for _, row in witness.reports], count
 
 
@@ -187,7 +188,7 @@ def test_a_transient_fault_fires_once_and_not_at_a_second_pass(observed: RunConf
         run.state.batch_index = 1
         norms = []
         for _ in range(2):
-            run.state.optimizer.zero_grad(set_to_none=True)
+            run.state.optimizer.zero_grad()
             batch = run.data.loader.batch(0)
             bench.setup.forward_backward(split(batch, bench.setup), batch.num_targets)
             norms.append(max(float(p.grad.norm()) for p in run.state.parameters.values() if p.grad is not None))
@@ -200,19 +201,26 @@ def test_an_update_applied_twice_is_counted_by_the_optimiser_alone(observed: Run
     assert count == STEPS + 1
 
 
+def note_rates(bench: Bench, rates: list[float]) -> None:
+    """Keep the rate that every update reaches the kernel with."""
+    for rule in bench.state.optimizer.rules:
+        assert isinstance(rule, FusedAdam)
+        rule.kernel.register_step_pre_hook(lambda o, a, k: rates.append(o.param_groups[0]["lr"]))
+
+
 def test_a_rate_times_ten_lasts_its_steps(observed: RunConfig, tmp_path: Path) -> None:
     fault, seen = FAULTS["rate_times_10"], []
 
     def arm(bench: Bench) -> Bench:
         armed = fault.arm(bench, dose_of(fault))
-        bench.state.optimizer.register_step_pre_hook(lambda o, a, k: seen.append(o.param_groups[0]["lr"]))
+        note_rates(bench, seen)
         return armed
 
     plain: list[float] = []
     losses_with(observed, tmp_path / "faulty", arm)
 
     def watch(bench: Bench) -> Bench:
-        bench.state.optimizer.register_step_pre_hook(lambda o, a, k: plain.append(o.param_groups[0]["lr"]))
+        note_rates(bench, plain)
         return bench
 
     losses_with(observed, tmp_path / "clean", watch)
@@ -245,7 +253,7 @@ def test_a_lost_step_count_is_zero_and_moments_are_kept(observed: RunConfig, tmp
         train(run.state, run.setup, run.data, run.keeping, stop=StopRequest())
         before = {name: tensor.clone() for name, tensor in run.state.tensors().items()}
         forget_step_count(Bench(run.setup, run.state, run.data))
-        assert all(int(s["step"].item()) == 0 for s in run.state.optimizer.state.values())
+        assert int(run.state.optimizer.step_count()) == 0
         assert all(torch.equal(before[name], tensor) for name, tensor in run.state.tensors().items())
 
 

@@ -88,14 +88,14 @@ def test_an_investigation_leaves_no_trace_but_dropped_gradients(
         batch = run.data.loader.batch(3)
         judged = asked(batch, refused(batch, run.state, run.setup), "too_good")
         before = (digest_tensors(run.state.tensors()), run.state.counters())
-        of_optimizer = [float(s["step"]) for s in run.state.optimizer.state.values()]
+        of_optimizer = [float(rule.step_count()) for rule in run.state.optimizer.rules]
         draws = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
         arrays = [batch.tokens_BT.copy(), batch.targets_BT.copy(), batch.documents_BT.copy()]
         evidence = investigate(judged, 6, Recent(), run.state, run.setup, run.data, run.keeping)
         assert [result.kind for result in evidence.results][-1] == "full_precision"
         assert len(evidence.results) == 6
         assert (digest_tensors(run.state.tensors()), run.state.counters()) == before
-        assert [float(s["step"]) for s in run.state.optimizer.state.values()] == of_optimizer
+        assert [float(rule.step_count()) for rule in run.state.optimizer.rules] == of_optimizer
         assert torch.equal(torch.get_rng_state(), draws[0])
         assert (random.getstate(), np.random.get_state()[1].tolist()) == draws[1:]
         assert all(p.grad is None for p in run.state.parameters.values())

@@ -227,15 +227,16 @@ def test_rows_count_the_tokens_up_to_and_with_their_batch(config: RunConfig, tmp
     assert tokens == [(index + 1) * config.data.batch_size * config.data.seq_len for index in range(6)]
 
 
-def test_mfu_is_the_share_of_what_all_devices_together_could_do(config: RunConfig) -> None:
+def test_mfu_is_the_share_of_what_all_devices_together_could_do(config: RunConfig, loader: Loader) -> None:
     setup, _ = set_up(config, ALONE, peak_flops=1e9)
-    figures = speed(setup, 4, 0.5, 0.1)
+    batch = loader.batch(0)
+    figures = speed(setup, batch, 0.5, 0.1)
     assert figures["perf/tokens_per_s"] == 4 * 64 / 0.5
     assert (figures["perf/step_s"], figures["perf/data_wait_s"]) == (0.5, 0.1)
     assert figures["perf/mfu"] == pytest.approx(4 * 64 / 0.5 * setup.flops_per_token / 1e9)
     pair = dataclasses.replace(setup, world=dataclasses.replace(ALONE, size=2))
-    assert speed(pair, 4, 0.5, 0.1)["perf/mfu"] == pytest.approx(figures["perf/mfu"] / 2)
-    assert "perf/mfu" not in speed(dataclasses.replace(setup, peak_flops=0.0), 4, 0.5, 0.1)
+    assert speed(pair, batch, 0.5, 0.1)["perf/mfu"] == pytest.approx(figures["perf/mfu"] / 2)
+    assert "perf/mfu" not in speed(dataclasses.replace(setup, peak_flops=0.0), batch, 0.5, 0.1)
 
 
 # What the guard sees

@@ -224,7 +224,7 @@ def test_the_initial_state_is_restored_to_the_bit(config: RunConfig, loader: Loa
     assert all(p.grad is None for p in state.parameters.values())
     assert digest_tensors(state.tensors()) == before
     assert state.counters() == counters
-    assert {float(s["step"]) for s in state.optimizer.state.values()} == {0.0}
+    assert {float(rule.step_count()) for rule in state.optimizer.rules} == {0.0}
 
 
 def forked_and_rolled_back(config: RunConfig, parent: Path, folder: Path, script: Script) -> Ending:

@@ -29,7 +29,7 @@ def test_a_snapshot_gives_back_every_bit_and_the_counters(config: RunConfig, loa
     assert found is not None
     ring.restore(found, state)
     assert (digest_tensors(state.tensors()), state.counters()) == seen[3]
-    assert [float(s["step"]) for s in state.optimizer.state.values()] == [3.0] * len(state.parameters)
+    assert [float(rule.step_count()) for rule in state.optimizer.rules] == [3.0]
     assert [snapshot.batch_index for snapshot in ring.kept] == [3]
     assert ring.newest_common(2, ALONE) is None
 

@@ -68,7 +68,7 @@ def test_the_objective_is_the_mean_over_targets_of_the_global_batch(
     assert outcome.metrics["train/loss"] == pytest.approx(float(mean.detach()), rel=1e-12)
     assert outcome.metrics["train/gradient_norm"] == pytest.approx(float(norm), rel=1e-6)
     clipped = max(1.0, float(norm) / config.optim.clip_norm)
-    for name, moment in ((n, state.optimizer.state[p]["exp_avg"]) for n, p in state.parameters.items()):
+    for name, moment in ((n, state.tensors()[f"exp_avg/{n}"]) for n in state.parameters):
         first = (1 - config.optim.optimizer.beta1) * expected[name] / clipped
         assert torch.linalg.norm(moment - first) / torch.linalg.norm(first) < 1e-6, name
 
@@ -82,7 +82,7 @@ def test_a_gradient_far_too_large_leaves_with_the_largest_norm_allowed(
     outcome = train_step(state, loader.batch(0), setup)
     assert outcome.metrics["train/gradient_norm"] > 1
     beta = config.optim.optimizer.beta1
-    moments = torch.stack([torch.linalg.norm(state.optimizer.state[p]["exp_avg"]) for p in state.parameters.values()])
+    moments = torch.stack([torch.linalg.norm(state.tensors()[f"exp_avg/{n}"]) for n in state.parameters])
     assert float(torch.linalg.norm(moments)) / (1 - beta) == pytest.approx(1e-3, rel=tolerance)
 
 
@@ -328,7 +328,7 @@ def test_the_smaller_of_both_clipping_norms_holds(
     setup, state = set_up(config, ALONE)
     train_step(state, loader.batch(0), setup, limits=Limits(clip_norm=0.1))
     smaller = min(own or math.inf, 0.1)
-    moments = torch.stack([torch.linalg.norm(state.optimizer.state[p]["exp_avg"]) for p in state.parameters.values()])
+    moments = torch.stack([torch.linalg.norm(state.tensors()[f"exp_avg/{n}"]) for n in state.parameters])
     assert float(torch.linalg.norm(moments)) / (1 - config.optim.optimizer.beta1) == pytest.approx(smaller, rel=1e-6)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from surefoot.config.run import RunConfig
 from surefoot.data.build import prepare
 from surefoot.data.loader import Loader
-from surefoot.model.parametrization import Role
+from surefoot.model.role_scaling import Role
 from surefoot.parallel.fork_launch import run_ranks
 from surefoot.parallel.mesh import join_world
 from surefoot.train.setup import set_up

@@ -7,7 +7,7 @@ from pathlib import Path
 from surefoot.cli import exit_codes
 from surefoot.config.data import Shards
 from surefoot.config.fingerprint import fingerprint
-from surefoot.config.run import RunConfig
+from surefoot.config.run import ByFlops, ByHours, ByMoney, BySteps, ByTokens, RunConfig
 from surefoot.monitor.wording import duration, short
 
 
@@ -42,7 +42,7 @@ def show_dry_run(config: RunConfig, folder: Path, *, as_json: bool) -> int:
         ("config", f"{print_}, valid"),
         ("run folder", f"{folder} ({seen})"),
         ("parameters", f"{plan.num_params:,} ({plan.embedding_params:,} of them embedding)"),
-        ("tokens", f"{short(plan.total_tokens)} in {config.steps:,} steps of {short(plan.tokens_per_step)}"),
+        ("tokens", f"{short(plan.total_tokens)} in {_steps(config, plan.steps)} of {short(plan.tokens_per_step)}"),
         (
             "FLOPs",
             f"{plan.flops_per_token:.3g} per token forward and backward (full attention: "
@@ -62,3 +62,18 @@ def show_dry_run(config: RunConfig, folder: Path, *, as_json: bool) -> int:
     ):
         print(f"{name:<11} {text}")
     return exit_codes.DONE
+
+
+def _steps(config: RunConfig, steps: int) -> str:
+    """The steps of the run, and what they follow from."""
+    match config.bound:
+        case BySteps():
+            return f"{steps:,} steps"
+        case ByTokens(tokens=tokens):
+            return f"{steps:,} steps (bound.tokens={tokens:g})"
+        case ByFlops(flops=flops):
+            return f"{steps:,} steps (bound.flops={flops:g})"
+        case ByHours(hours=hours):
+            return f"about {steps:,} steps (bound.hours={hours:g}, at the speed of one step here)"
+        case ByMoney(money=money):
+            return f"about {steps:,} steps (bound.money={money:g}, at the speed of one step here)"

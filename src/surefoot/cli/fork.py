@@ -11,7 +11,9 @@ from surefoot.config.codec import from_toml, resolve
 from surefoot.config.diff import diff
 from surefoot.config.errors import ConfigError
 from surefoot.config.fingerprint import fingerprint
-from surefoot.config.run import RunConfig
+from surefoot.config.optim import WSD
+from surefoot.config.run import BySteps, RunConfig
+from surefoot.optim.schedule import decay_begins
 
 if TYPE_CHECKING:  # help must answer at once, and reading runs takes numpy
     from surefoot.guard.ledger import Checkpoint
@@ -40,10 +42,8 @@ def main(argv: Sequence[str]) -> int:
     before = from_toml(RunConfig, args.parent / "config.toml")
     config = resolve(before, [], flags(args.sets))
     checkpoint = find_checkpoint(parent, args.at)
-    if config.steps <= checkpoint.step:
-        raise ConfigError(
-            [f"steps={config.steps}: the fork starts at step {checkpoint.step}; give it more with --set steps=N"]
-        )
+    if (problem := too_short(config, before, checkpoint.step, parent.ledger.horizon)) is not None:
+        raise ConfigError([problem])
     folder = args.run or args.parent.with_name(f"{parent.name}-at-{checkpoint.step:06d}-{fingerprint(config)[:6]}")
     from surefoot.cli.session import run_to_end, say_finished
     from surefoot.cli.train import move_aside_once
@@ -56,6 +56,37 @@ def main(argv: Sequence[str]) -> int:
     begun = (folder / "ledger.jsonl").exists() and bool(Run(folder).attempts)
     fork = None if begun else ForkOf(parent=parent, checkpoint=checkpoint, changes=diff(before, config))
     return run_to_end(config, folder, as_json=args.json, fork=fork)
+
+
+def too_short(config: RunConfig, before: RunConfig, at: int, parent_end: int) -> str | None:
+    """What is wrong with the end of a fork that starts after ``at`` steps: over already, or a decay that it is too late to begin.
+
+    ``parent_end``: the last step that the parent's clock decided, 0 where it did not.
+    """
+    from surefoot.train.budget import OPEN_END, steps_of
+
+    steps = steps_of(config)
+    if steps <= at:
+        asked = (
+            f"steps={steps}"
+            if isinstance(config.bound, BySteps)
+            else f"bound.kind={config.bound.kind!r} is {steps} steps"
+        )
+        more = "steps=N" if isinstance(config.bound, BySteps) else f"bound.{config.bound.kind}=N"
+        return f"{asked}: the fork starts at step {at}; give it more with --set {more}"
+    schedule = config.optim.schedule
+    if not isinstance(schedule, WSD) or steps == OPEN_END or decay_begins(schedule, steps) >= at:
+        return None
+    was = steps_of(before)
+    was = parent_end or was if was == OPEN_END else was
+    if before.optim == config.optim and was == steps:
+        return None  # the decay that was under way goes on
+    left, key = steps - at, "optim.schedule.decay_steps" if schedule.decay_steps else "optim.schedule.decay_fraction"
+    length = f"{key}={schedule.decay_steps or schedule.decay_fraction}"
+    return (
+        f"{length}: the decay of a run of {steps} steps begins at step {decay_begins(schedule, steps):g}, before the fork does, at step {at}, so "
+        f"that its rate would jump; --set optim.schedule.decay_steps={left} begins it there"
+    )
 
 
 def flags(sets: Sequence[str]) -> list[str]:

@@ -112,7 +112,7 @@ def show_diff(a: "Run", b: "Run", *, as_json: bool) -> int:
 
 
 def _progress(summary: "Summary") -> str:
-    return f"step {summary.step:,}/{summary.steps:,}"
+    return f"step {summary.step:,}/{summary.steps:,}" if summary.steps else f"step {summary.step:,}"
 
 
 def _losses(summary: "Summary") -> str:

@@ -200,7 +200,11 @@ def run_facts(run: "OpenRun") -> RunFacts:
     """What the first line says."""
     import torch
 
+    from surefoot.train.budget import OPEN_END, bound_seconds
+
     config, starts = run.config, run.data.loader.batch_starts
+    known = run.setup.num_steps != OPEN_END
+    steps = run.setup.num_steps if known else run.keeping.ledger.horizon
     rows = starts.rows_of(0)
     model = config.model
     device = run.setup.world.device.type
@@ -210,8 +214,9 @@ def run_facts(run: "OpenRun") -> RunFacts:
         recipe=config.recipe,
         model=f"{several(model.num_layers, 'layer')}, d_model {model.d_model}",
         num_params=sum(p.numel() for p in run.state.parameters.values()),
-        tokens=run.data.tokens_before(config.steps),
-        steps=config.steps,
+        tokens=run.data.tokens_before(steps),
+        steps=steps,
+        bound_s=bound_seconds(config),
         batch_tokens=(rows[1] - rows[0]) * config.data.seq_len,
         precision=config.parallel.precision,
         device=f"{ranks}{device}, {where}",

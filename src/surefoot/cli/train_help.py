@@ -17,6 +17,7 @@ from surefoot.recipes.index import RECIPES
 
 COMMON = (
     "steps",
+    "bound.kind",
     "seed",
     "optim.lr",
     "optim.schedule.kind",

@@ -110,7 +110,7 @@ def judge(
     total_steps: int = 0,
 ) -> Verdict:
     """The verdict on one step, its cadence probe included where one was taken."""
-    if signals.num_targets == 0:
+    if signals.num_targets == 0 or signals.overflowed:
         return Verdict(state=state, action=Proceed())
     detected = observe_step(state.detectors, signals, config.thresholds)
     if probe is not None:

@@ -51,6 +51,8 @@ class StepSignals:
     """Predicted tokens in the global batch; 0 consumes the batch without an update."""
     applied: bool = True
     """The device applied the update: nothing was beyond a limit."""
+    overflowed: bool = False
+    """The gradient is not finite because the loss was scaled too far (fp16): the update was skipped and the scale lowered, and that is no fault."""
     clipped_harder: bool = False
     """The gradient was scaled down to the guard's own limit, below the configured one."""
     lr: float = MISSING
@@ -96,6 +98,10 @@ class RoleProbe:
     """2-norm of the update that the moments, the learning rate and the decay give."""
     largest_weight: float
     """Largest magnitude of an element, over the root mean square of its own tensor; the largest over the role's tensors."""
+    lr: float = MISSING
+    """Learning rate of these parameters at the step."""
+    weight_decay: float = MISSING
+    """Share of a weight that decay took off at the step; missing where decay is a part of the gradient."""
     rms_t: float = MISSING
     """sqrt(mean(g^2 / v_t)) with v_t corrected for bias (arXiv:2304.13013); missing for embeddings, whose rare rows have v near 0."""
 

@@ -141,6 +141,20 @@ class FlexAttention:
         return cast(Tensor, _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=grouped)).transpose(1, 2)
 
 
+class InSingle:
+    """A kernel given its inputs in fp32, its result rounded back: CPUs without fp16 units multiply fp16 a hundred times slower."""
+
+    def __init__(self, kernel: AttentionBackend) -> None:
+        self.kernel = kernel
+
+    def prepare(self, documents_BT: Tensor | None, like_BTD: Tensor) -> Any:
+        """The kernel's own mask, for fp32."""
+        return self.kernel.prepare(documents_BT, like_BTD.float())
+
+    def __call__(self, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Any) -> Tensor:
+        return self.kernel(q_BTNH.float(), k_BSKH.float(), v_BSKH.float(), mask).to(q_BTNH.dtype)
+
+
 @lru_cache(maxsize=1)
 def _compiled_flex() -> Callable[..., Any]:
     """flex_attention is only fast, and only memory-lean, when compiled; inside an already compiled block this is traced through."""
@@ -157,7 +171,8 @@ def choose_backend(
     if name == "flex" and device.type == "cpu":
         raise ValueError("model.attention_backend='flex' has no backward on the CPU; take 'auto', 'eager' or 'sdpa'")
     kinds: dict[str, type] = {"eager": EagerAttention, "sdpa": ScaledDotProduct, "flex": FlexAttention}
-    return cast(AttentionBackend, kinds[name]())
+    kernel = cast(AttentionBackend, kinds[name]())
+    return InSingle(kernel) if device.type == "cpu" and dtype == torch.float16 else kernel
 
 
 def visible(documents_BT: Tensor | None, like_BTD: Tensor) -> Tensor:

@@ -120,7 +120,8 @@ class _PerTensor:
         held = {at: p.grad for at, p in enumerate(self._parameters.values()) if p.grad is not None}
         shares = list(torch.zeros(len(self._norms), dtype=torch.float64, device=self._steps.device).unbind())
         local = [local_part(grad) for grad in held.values()]
-        for (at, grad), norm in zip(held.items(), torch._foreach_norm(local), strict=True):
+        wide = torch.promote_types(local[0].dtype, torch.float32) if local else None
+        for (at, grad), norm in zip(held.items(), torch._foreach_norm(local, dtype=wide), strict=True):
             if is_counted(grad, first_replica=first_replica):
                 shares[at] = norm.double().square()
         return torch.stack(shares)

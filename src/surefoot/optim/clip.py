@@ -24,7 +24,7 @@ def squared_norm_share(
 ) -> NormShare:
     """This rank's share of the squared global gradient norm; ``groups`` holds the number of every parameter's group.
 
-    Per-tensor norms are taken in the gradient's own precision (fp32 or fp64) and summed in fp64. An element that several ranks
+    Per-tensor norms are taken in fp32 (fp64 for fp64 gradients) and summed in fp64. An element that several ranks
     hold is counted on one of them only: a plain gradient where ``first_replica`` is set, a DTensor where its coordinate is 0 on
     every axis that replicates it. Parameters without a gradient add nothing.
     """
@@ -41,7 +41,8 @@ def squared_norm_share(
     if not held:
         nothing = torch.zeros((), dtype=torch.float64)
         return NormShare(nothing, nothing, torch.zeros(num_groups, dtype=torch.float64))
-    squares = torch.stack(list(torch._foreach_norm(held))).double().square()
+    wide = torch.promote_types(held[0].dtype, torch.float32)
+    squares = torch.stack(list(torch._foreach_norm(held, dtype=wide))).double().square()
     finite = torch.isfinite(squares)
     counted = torch.where(torch.tensor(counts, device=squares.device), squares, 0.0)
     # chosen, not multiplied by 0 or 1: a NaN stays in its own group

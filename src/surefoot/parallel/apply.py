@@ -1,4 +1,4 @@
-"""A model made ready for its layout, in one order: compile each block in place, shard or replicate, fill with initial values."""
+"""A model made ready for its layout, in one order: precision, compile each block in place, shard or replicate, fill with initial values."""
 
 import shutil
 from collections.abc import Callable
@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from surefoot.config.parallel import ParallelConfig
-from surefoot.parallel.forward_backward import ForwardBackward, PlainForwardBackward, sum_hook
+from surefoot.parallel.forward_backward import PlainForwardBackward, WideForwardBackward, sum_hook
 from surefoot.parallel.mesh import EnvironmentFault, World
+from surefoot.parallel.precision import apply_precision, policy_of
 from surefoot.parallel.shard import fill_parameters, shard_parameters
 
 
@@ -19,22 +20,24 @@ def apply_layout(
     config: ParallelConfig,
     world: World,
     *,
-    compute: torch.dtype,
     draw: Callable[[str, torch.Size, torch.dtype], Tensor],
     fixed_order: bool,
-) -> ForwardBackward:
+) -> PlainForwardBackward | WideForwardBackward:
     """Materialise a model built on the meta device under the layout, and return how it is run.
 
-    ``fixed_order`` keeps DDP from regrouping its buckets after the first step: a resumed process would otherwise sum in another order.
+    Raises what ``apply_precision`` raises. ``fixed_order`` keeps DDP from regrouping its buckets after the first step: a resumed process would otherwise sum in another order.
     """
+    policy = policy_of(config)
+    apply_precision(model, config, world.device)
     if compiles(config):
         for block in blocks:
             block.compile()
     if world.size > 1 and config.data_parallel == "fsdp":
-        reduce = torch.float64 if compute == torch.float64 else torch.float32
-        shard_parameters(model, blocks, world, compute, reduce)
+        shard_parameters(model, blocks, world, policy.compute, policy.reduce)
     model.to_empty(device=world.device)
     fill_parameters(dict(model.named_parameters()), draw)
+    if policy.weights != policy.reduce and (world.size == 1 or config.data_parallel == "ddp"):
+        return WideForwardBackward(model, world.size)
     if world.size > 1 and config.data_parallel == "ddp":
         wrapped = DistributedDataParallel(
             model,

@@ -9,23 +9,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from surefoot.parallel.precision import Precision, compute_dtype
+from surefoot.parallel.precision import Precision, multiplying_dtype
 
 TERA = 1e12
 PUBLISHED_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
-    # (part of the name torch reports, dense TFLOP/s by precision); the first match counts, so longer names come first.
+    # (part of the name torch reports, dense TFLOP/s by precision); the first match counts, so longer names come first. fp16 is as fast as bf16.
     # NVIDIA data sheets: H100 (2023), H200 (2024), HGX B200 (2025), A100 (2021), L40S and L4 (2023), Ada architecture white paper (2022).
     # bf16 without sparsity and with fp32 accumulation; fp32 on CUDA cores, because products here do not use TF32.
-    ("H200 NVL", {"bf16": 835.0, "fp32": 60.0}),
-    ("H200", {"bf16": 989.0, "fp32": 67.0}),
-    ("H100 PCIe", {"bf16": 756.0, "fp32": 51.0}),
-    ("H100 NVL", {"bf16": 835.0, "fp32": 60.0}),
-    ("H100", {"bf16": 989.0, "fp32": 67.0}),
-    ("B200", {"bf16": 2250.0}),
+    ("H200 NVL", {"bf16": 835.0, "fp8": 1671.0, "fp32": 60.0}),
+    ("H200", {"bf16": 989.0, "fp8": 1979.0, "fp32": 67.0}),
+    ("H100 PCIe", {"bf16": 756.0, "fp8": 1513.0, "fp32": 51.0}),
+    ("H100 NVL", {"bf16": 835.0, "fp8": 1671.0, "fp32": 60.0}),
+    ("H100", {"bf16": 989.0, "fp8": 1979.0, "fp32": 67.0}),
+    ("B200", {"bf16": 2250.0, "fp8": 4500.0}),
     ("A100", {"bf16": 312.0, "fp32": 19.5}),
-    ("L40S", {"bf16": 362.0, "fp32": 91.6}),
-    ("NVIDIA L4", {"bf16": 121.0, "fp32": 30.3}),
-    ("RTX 4090", {"bf16": 165.2, "fp32": 82.6}),
+    ("L40S", {"bf16": 362.0, "fp8": 733.0, "fp32": 91.6}),
+    ("NVIDIA L4", {"bf16": 121.0, "fp8": 242.0, "fp32": 30.3}),
+    ("RTX 4090", {"bf16": 165.2, "fp8": 330.3, "fp32": 82.6}),
 )
 
 CPU_SIDES = (512, 1024, 2048)
@@ -68,7 +68,7 @@ def product_seconds(
 def measured_flops(device: torch.device, precision: Precision, budget_s: float = _PEAK_BUDGET_S) -> float:
     """Best rate of one square product on the device, FLOP/s, over a few sizes."""
     sides = GPU_SIDES if device.type == "cuda" else CPU_SIDES
-    dtype = compute_dtype(precision)
+    dtype = multiplying_dtype(precision, device)
     best = 0.0
     for side in sides:
         seconds = product_seconds(device, [dtype], side, side, budget_s / len(sides))[0]
@@ -80,6 +80,7 @@ def measured_flops(device: torch.device, precision: Precision, budget_s: float =
 
 def published_flops(name: str, precision: str) -> float | None:
     """Dense peak of a device by its data sheet, FLOP/s; None where it is not in the table."""
+    precision = {"bf16_pure": "bf16", "fp16": "bf16"}.get(precision, precision)
     for part, rates in PUBLISHED_TFLOPS:
         if part in name:
             return rates[precision] * TERA if precision in rates else None

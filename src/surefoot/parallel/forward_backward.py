@@ -37,13 +37,46 @@ class PlainForwardBackward:
         self.forward = forward
         """The model as it is called: itself, its DDP wrapper, or sharded in place."""
 
-    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> list[LossSums]:
+    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: float) -> list[LossSums]:
         sums: list[LossSums] = []
         for index, micro in enumerate(micro_batches):
             with _reducing(self.forward, last=index == len(micro_batches) - 1):
                 parts: LossSums = self.forward(*micro)
                 torch.autograd.backward(parts.objective / num_targets)
             sums.append(parts)
+        return sums
+
+
+class WideForwardBackward:
+    """Gradients of weights narrower than fp32, each rank with all of them: added up over micro-batches and ranks in fp32, rounded once.
+
+    DDP would add in the dtype of the weights. Its overlap of reduction and backward is given up.
+    """
+
+    def __init__(self, model: nn.Module, num_ranks: int) -> None:
+        self.model, self.num_ranks = model, num_ranks
+
+    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: float) -> list[LossSums]:
+        parameters = list(self.model.parameters())
+        sums: list[LossSums] = []
+        total: Tensor | None = None
+        for micro in micro_batches:
+            parts: LossSums = self.model(*micro)
+            torch.autograd.backward(parts.objective / num_targets)
+            sums.append(parts)
+            if len(micro_batches) == self.num_ranks == 1:
+                return sums
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            flat = torch.cat([grad.reshape(-1).float() for grad in grads])
+            total = flat if total is None else total.add_(flat)
+            for parameter in parameters:
+                parameter.grad = None
+        assert total is not None
+        if self.num_ranks > 1:
+            torch.distributed.all_reduce(total)
+        shares = torch.split_with_sizes(total, [p.numel() for p in parameters])
+        for parameter, grad in zip(parameters, shares, strict=True):
+            parameter.grad = grad.view_as(parameter).to(parameter.dtype)
         return sums
 
 

@@ -3,7 +3,8 @@
 import math
 import random
 import signal
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,9 @@ class Rehearsed:
     warnings: tuple[str, ...]
 
 
-def rehearse(config: RunConfig, folder: Path, script: Script = Script()) -> Rehearsed:
+def rehearse(
+    config: RunConfig, folder: Path, script: Script = Script(), clock: Callable[[], float] = time.monotonic
+) -> Rehearsed:
     """Run a config in ``folder`` to its end, or continue it, under a script; on the ranks that there are."""
     world = join_world(config.parallel)
     told: list[str] = []
@@ -208,7 +211,8 @@ def rehearse(config: RunConfig, folder: Path, script: Script = Script()) -> Rehe
             bench = skip_healthy(bench, script.empty_batches)
         watcher = _ScriptedWatcher(script, stop)
         judge = scripted_judge(run.keeping, script)
-        ending = train(run.state, bench.setup, bench.data, run.keeping, stop=stop, watchers=(watcher,), judge=judge)
+        held = (run.state, bench.setup, bench.data, run.keeping)
+        ending = train(*held, stop=stop, watchers=(watcher,), judge=judge, clock=clock)
         if ending.reason == "done":
             finish(run)
         live = run.state.tensors()

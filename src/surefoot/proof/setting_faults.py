@@ -32,8 +32,8 @@ def no_warmup(config: RunConfig, dose: Dose) -> RunConfig:
 
 def long_memory(config: RunConfig, dose: Dose) -> RunConfig:
     """A second moment that forgets slowly, with nothing under its root, at the peak rate times the magnitude."""
+    assert isinstance(config.optim.optimizer, AdamW)
     settings = dataclasses.replace(config.optim.optimizer, beta2=0.999, eps=1e-15)
-    assert isinstance(settings, AdamW)
     return _optim(config, lr=dose.magnitude, optimizer=settings)
 
 

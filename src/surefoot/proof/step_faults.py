@@ -3,14 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from surefoot.model.loss import LossSums
-from surefoot.optim.build import set_step_count
+from surefoot.optim.optimizer import Update
 from surefoot.parallel.forward_backward import ForwardBackward, MicroBatch
 from surefoot.proof.faults import Bench, Dose
 from surefoot.train.state import TrainState
@@ -128,12 +127,14 @@ def update_twice(bench: Bench, dose: Dose) -> Bench:
     """The optimiser applies the update of the onset a second time, once ever."""
     state, fired = bench.state, [False]
 
-    def again(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def again(update: Update) -> None:
+        apply(update)
         if not fired[0] and state.batch_index - 1 == dose.onset:
             fired[0] = True
-            optimizer.step()
+            apply(update)
 
-    state.optimizer.register_step_post_hook(again)
+    apply = state.optimizer.apply
+    state.optimizer.apply = again  # type: ignore[method-assign]
     return bench
 
 
@@ -141,18 +142,18 @@ def raise_rate(bench: Bench, dose: Dose) -> Bench:
     """The rate of the window's updates is multiplied on its way into the optimiser: a bad schedule, the same at every replay."""
     state = bench.state
 
-    def raised(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if state.step in dose.window:
-            for group in optimizer.param_groups:
-                group["lr"] *= dose.magnitude
+    def raised(update: Update) -> None:
+        factor = dose.magnitude if state.step in dose.window else 1.0
+        apply(dataclasses.replace(update, lr=update.lr * factor))
 
-    state.optimizer.register_step_pre_hook(raised)
+    apply = state.optimizer.apply
+    state.optimizer.apply = raised  # type: ignore[method-assign]
     return bench
 
 
 def forget_step_count(bench: Bench) -> None:
     """The optimiser's own count of updates is 0 again, its moments are not."""
-    set_step_count(bench.state.optimizer, 0)
+    bench.state.optimizer.set_step_count(0)
 
 
 def _around(bench: Bench, forward_backward: ForwardBackward) -> Bench:

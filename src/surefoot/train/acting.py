@@ -53,6 +53,8 @@ class Judged:
     @property
     def cause(self) -> str:
         """Why the update was refused, for the row; empty where it was not, or where the verdict is about more than it."""
+        if self.outcome.signals.overflowed:
+            return "fp16 overflow: the loss scale was halved"
         action = self.verdict.action
         if isinstance(action, SkipUpdate):
             return action.cause
@@ -65,6 +67,9 @@ def act(
     """Do what the verdict says; "back" means that an earlier state was restored. Collective, with the same verdict on every rank."""
     action, told = judged.verdict.action, evidence_fields(judged)
     place = {"batch_index": judged.batch.batch_index, "step": state.step}
+    if judged.outcome.signals.overflowed:
+        say_overflow(judged, state, keeping)
+        return "on"
     if judged.refused and isinstance(action, Proceed | ClipHarder | SkipUpdate | LrEvent):
         keeping.record("skip", **place, cause=judged.cause or getattr(action, "cause", "beyond a limit"), **told)
     match action:
@@ -99,6 +104,17 @@ def act(
         case _:
             assert_never(action)
     return "on"
+
+
+def say_overflow(judged: Judged, state: TrainState, keeping: Keeping) -> None:
+    """An fp16 overflow is an event, not a decision: said at the first, the second, the fourth, the eighth; rows hold all of them."""
+    number = state.loss_scale.overflows
+    if number & (number - 1) == 0:
+        text = (
+            f"At batch {judged.batch.batch_index}: fp16 overflow number {number}. The update was skipped, and the loss is scaled by "
+            f"{state.loss_scale.value:g} from here on."
+        )
+        keeping.warn(state, text, "note")
 
 
 def halt(reason: str, place: dict[str, int], told: dict[str, Any], keeping: Keeping) -> Ending:

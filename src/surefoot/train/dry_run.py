@@ -10,6 +10,8 @@ from surefoot.data.loader import Batch
 from surefoot.model.count import activation_bytes, flops, num_params, state_bytes
 from surefoot.model.parts import custom_count
 from surefoot.parallel.mesh import World
+from surefoot.parallel.precision import policy_of
+from surefoot.train.budget import bound_seconds, total_until
 from surefoot.train.rows import memory_gib
 from surefoot.train.setup import Setup, set_up
 from surefoot.train.snapshot import GIB, check_budget
@@ -26,6 +28,9 @@ class DryRun:
     """Forward and backward, causal half of attention; the figure behind MFU."""
     flops_per_token_full_attention: float
     tokens_per_step: int
+    """Of the first batch."""
+    steps: int
+    """Updates at which the run ends; by the second step's time where hours or money bound it."""
     total_tokens: int
     total_flops: float
     state_gib: float
@@ -56,27 +61,32 @@ def dry_run(config: RunConfig, world: World) -> DryRun:
     begun = time.perf_counter()
     outcome = train_step(state, batch, setup)
     seconds = time.perf_counter() - begun
+    bound_s = bound_seconds(config)
+    steps = max(round(bound_s / seconds), 1) if bound_s else setup.num_steps
     custom = custom_count(state.model, config.data.seq_len)
     count = num_params(config.model, custom)
     per_token = flops(config.model, config.data.seq_len, custom)
     tokens = config.data.batch_size * config.data.seq_len
     rows = config.parallel.micro_batch_size or config.data.batch_size // world.size
-    element = 2 if config.parallel.precision == "bf16" else 8 if config.parallel.precision == "fp64" else 4
+    policy = policy_of(config.parallel)
+    element, weight = policy.compute.itemsize, policy.weights.itemsize
+    moment = 2 if config.optim.moments == "bf16" else max(4, weight)
     return DryRun(
         num_params=count.total,
         embedding_params=count.embedding,
         flops_per_token=per_token.causal,
         flops_per_token_full_attention=per_token.full,
         tokens_per_step=tokens,
-        total_tokens=tokens * config.steps,
-        total_flops=per_token.causal * tokens * config.steps,
-        state_gib=state_bytes(config.model, custom, element_bytes=8 if element == 8 else 4) / GIB,
+        steps=steps,
+        total_tokens=round(total_until(config.data, steps, lambda _: 1.0)),
+        total_flops=total_until(config.data, steps, setup.flops_at.__getitem__),
+        state_gib=state_bytes(config.model, custom, element_bytes=(weight + moment) // 2) / GIB,
         activation_gib=activation_bytes(config.model, rows, config.data.seq_len, element) / GIB,
         snapshot_gib=snapshot_gib,
         step_s=seconds,
         loss=outcome.signals.loss,
         peak_memory_gib=memory_gib(world.device),
-        estimated_s=seconds * config.steps,
+        estimated_s=seconds * steps,
     )
 
 

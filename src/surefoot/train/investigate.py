@@ -23,6 +23,7 @@ from surefoot.model.transformer import Transformer
 from surefoot.monitor.rows import number
 from surefoot.monitor.run import Run
 from surefoot.parallel.mesh import World
+from surefoot.parallel.precision import unrounded
 from surefoot.parallel.reduce import sum_over_ranks
 from surefoot.parallel.shard import reshard
 from surefoot.train.acting import Judged
@@ -131,7 +132,7 @@ def investigate(
     while (kind := next_pass(evidence, budget)) is not None:
         result = take(kind, evidence, state, batch, recent, setup, data, keeping)
         evidence = replace(evidence, results=(*evidence.results, result))
-    state.optimizer.zero_grad(set_to_none=True)
+    state.optimizer.zero_grad()
     return evidence
 
 
@@ -175,7 +176,7 @@ def one_pass(state: TrainState, batch: Batch, setup: Setup) -> tuple[float, floa
     num_targets = round(sum_over_ranks([batch.num_targets], setup.world).item())
     if num_targets == 0:
         return math.nan, 0.0
-    state.optimizer.zero_grad(set_to_none=True)
+    state.optimizer.zero_grad()
     micro_batches = split(batch, setup)
     measured = measure(state, batch, setup, micro_batches, setup.forward_backward(micro_batches, num_targets))
     return float(measured.sums[0]) / num_targets, float(measured.norm)
@@ -186,7 +187,7 @@ def token_losses(state: TrainState, batch: Batch, setup: Setup) -> Tensor:
     with torch.no_grad():
         losses = [state.model(*micro).token_losses_BT for micro in split(batch, setup)]
     reshard(state.model)
-    return torch.cat(losses)
+    return torch.cat(losses).view(batch.documents_BT.shape)
 
 
 def noise_floor(state: TrainState, batch: Batch, setup: Setup) -> float:
@@ -205,13 +206,14 @@ def can_widen(config: RunConfig, world: World) -> bool:
 
 @contextmanager
 def widened(state: TrainState) -> Iterator[None]:
-    """Compute in fp32 meanwhile: the weights are kept in it anyway."""
+    """Compute in fp32 meanwhile, operands as they are; weights kept in less (bf16_pure) only miss digits that the run does not have."""
     model = state.model
     assert isinstance(model, Transformer)
     narrow = model.compute_dtype
     model.compute_dtype = model.embedding.compute_dtype = torch.float32
     try:
-        yield
+        with unrounded(model):
+            yield
     finally:
         model.compute_dtype = model.embedding.compute_dtype = narrow
 

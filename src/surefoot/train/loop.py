@@ -13,6 +13,7 @@ from surefoot.train.acting import Ending, Judged, act, noted
 from surefoot.train.agree import agree
 from surefoot.train.evaluate import TrainingData
 from surefoot.train.first_batch import prove_first_batch
+from surefoot.train.horizon import Clock, Horizon
 from surefoot.train.interrupt import StopRequest
 from surefoot.train.investigate import Recent, investigate
 from surefoot.train.keeping import Keeping
@@ -36,9 +37,11 @@ def train(
     stop: StopRequest,
     watchers: Sequence[Watcher] = (),
     judge: Judge = judge,
+    clock: Clock = time.monotonic,
 ) -> Ending:
-    """Consume batches until ``steps`` updates are applied, the run is asked to stop, or the guard halts it.
+    """Consume batches until the run's last step is applied, the run is asked to stop, or the guard halts it.
 
+    ``clock``: seconds, what a bound in hours or money is held against.
     Every ending but a halt leaves a checkpoint of its last state; CheckpointError when that cannot be written.
     """
     config, world = setup.config, setup.world
@@ -46,24 +49,26 @@ def train(
     # A fault right after a resume has a state to go back to.
     snapshots.take(state)
     recent, pace = Recent(), Pace()
+    horizon = Horizon(setup, data.loader.batch_starts, keeping, clock)
     first = True
-    while state.step < config.steps:
+    while state.step < horizon.steps:
         begun = time.perf_counter()
         batch = data.loader.batch(state.batch_index, keeping.ledger.exclusions, world.rank, world.size)
         waited = time.perf_counter() - begun
         if first:
             prove_first_batch(batch, data.loader, keeping.ledger.exclusions, world)
             first = False
-        outcome = step_within_limits(state, batch, setup, data, keeping, stop, memory)
+        outcome = step_within_limits(state, batch, setup, data, keeping, stop, memory, horizon.steps)
         probe, probing = look_inside(state, setup, data, outcome)
         spent = keeping.ledger.record_at(batch.batch_index)
-        verdict = judge(state.guard, outcome.signals, config.guard, spent, probe, config.steps)
+        verdict = judge(state.guard, outcome.signals, config.guard, spent, probe, horizon.steps)
         seconds = time.perf_counter() - begun - probing
         judged = settle(Judged(batch, outcome, state.guard, verdict), recent, state, setup, data, keeping)
         state.guard = judged.verdict.state
-        state.optimizer.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad()
         inside = probe_metrics(probe) if probe else {}
-        report = describe(state, setup, data, judged, speed(setup, len(batch.samples_B3), seconds, waited) | inside)
+        measured = speed(setup, batch, seconds, waited) | horizon.spent() | inside
+        report = describe(state, setup, data, judged, measured)
         tell(report, state, setup, keeping, watchers)
         judge_held_out(report, state, setup, keeping)
         pace.watch(report, batch.samples_B3.shape[0] * config.data.seq_len, state, keeping)
@@ -74,16 +79,23 @@ def train(
             recent.forget()
             continue
         recent.note(outcome, inside)
-        keep_up(state, setup, keeping, snapshots, outcome)
+        horizon.watch(state)
+        last = state.step >= horizon.steps or outcome.stop_asked
+        keep_up(state, setup, keeping, snapshots, last=last, skipped=outcome.skipped)
         if outcome.stop_asked:
             break
+    save_last(state, keeping)
+    return Ending("done") if state.step >= horizon.steps else Ending("stopped")
+
+
+def save_last(state: TrainState, keeping: Keeping) -> None:
+    """The checkpoint that an ending leaves. Raises CheckpointError when it cannot be written."""
     if not keeping.save(state, asynchronous=False):
         raise CheckpointError(
             f"{keeping.folder}: the state at step {state.step} could not be written, see above; the same command continues from the "
             "checkpoint before it once there is room"
         )
     prune(keeping)
-    return Ending("done") if state.step >= config.steps else Ending("stopped")
 
 
 def step_within_limits(
@@ -94,6 +106,7 @@ def step_within_limits(
     keeping: Keeping,
     stop: StopRequest,
     memory: RowMemory,
+    num_steps: int,
 ) -> StepOutcome:
     """One step under the guard's limits and the ledger's LR events, its rows compared with those read lately."""
     number = regime(setup.config.data, data.loader.batch_starts, batch.batch_index)
@@ -105,6 +118,7 @@ def step_within_limits(
         lr_changes=keeping.ledger.lr_events,
         regime=number,
         stop_asked=stop.asked,
+        num_steps=num_steps,
     )
 
 
@@ -152,8 +166,10 @@ def judge_held_out(report: StepReport, state: TrainState, setup: Setup, keeping:
         keeping.record("verdict", action="proceed", text=noted(verdict.findings), **place, findings=findings)
 
 
-def keep_up(state: TrainState, setup: Setup, keeping: Keeping, snapshots: SnapshotRing, outcome: StepOutcome) -> None:
-    """Snapshots and checkpoints that are due after a batch."""
+def keep_up(
+    state: TrainState, setup: Setup, keeping: Keeping, snapshots: SnapshotRing, *, last: bool, skipped: bool
+) -> None:
+    """Snapshots and checkpoints that are due after a batch; after the last one the loop's end saves."""
     config = setup.config
     if due(state.batch_index, config.guard.snapshot_every):
         snapshots.take(state)
@@ -161,7 +177,6 @@ def keep_up(state: TrainState, setup: Setup, keeping: Keeping, snapshots: Snapsh
         keeping.wait()
         prune(keeping)
     certify(keeping, state)
-    last = state.step >= config.steps or outcome.stop_asked
-    if due(state.step, config.checkpoint.every) and not outcome.skipped and not last:
+    if due(state.step, config.checkpoint.every) and not skipped and not last:
         keeping.save(state, asynchronous=config.checkpoint.asynchronous)
         prune(keeping)

@@ -105,8 +105,10 @@ def measure(
         num_groups=num_roles,
     )
     parts = [torch.stack([s.ce_sum, s.z_sum, s.lse_sum]).double() for s in sums]
-    token_losses_BT = torch.cat([s.token_losses_BT for s in sums])
-    predicts_BT = torch.cat([micro.targets_BT for micro in micro_batches]) != IGNORE
+    # back on the grid of the batch, whose rows may have been cut
+    rows_and_tokens = batch.documents_BT.shape
+    token_losses_BT = torch.cat([s.token_losses_BT for s in sums]).view(rows_and_tokens)
+    predicts_BT = torch.cat([micro.targets_BT for micro in micro_batches]).view(rows_and_tokens) != IGNORE
     pieces = piece_losses(
         token_losses_BT, predicts_BT, torch.from_numpy(batch.documents_BT).to(world.device, non_blocking=True)
     )
@@ -147,7 +149,7 @@ def read(measured: Measured, skip: Tensor, change: Tensor, state: TrainState, se
 
     ``change``: of the weights in the sample that this rank counts.
     """
-    of_optimizer = next(iter(state.optimizer.state.values()))["step"]
+    of_optimizer = state.optimizer.step_count()
     moved = sum_over_ranks([change.square().sum(), of_optimizer / setup.world.size], setup.world)
     m = measured
     numbers = [m.norm, *m.sums, m.lse_max, m.document_max, m.document_p999, skip.double(), *moved]

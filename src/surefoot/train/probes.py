@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surefoot.config.optim import Adam
 from surefoot.guard.signals import MISSING, LayerProbe, ProbeSignals, RoleProbe
 from surefoot.model.attention import GroupedAttention
 from surefoot.model.attention_backends import AttentionBackend, visible
 from surefoot.model.parts import AttendContext
+from surefoot.model.role_scaling import Role
+from surefoot.optim.build import optimizer_of
 from surefoot.optim.clip import is_counted, local_part
+from surefoot.optim.optimizer import Rule
 from surefoot.parallel.apply import compiles
 from surefoot.parallel.forward_backward import MicroBatch
 from surefoot.parallel.reduce import from_rank_zero, gather_over_ranks, sum_over_ranks
@@ -42,8 +46,9 @@ def take_probe(
 ) -> ProbeSignals:
     """Measure the state after a step with rate ``lr``. Collective; every rank passes the same ``rows``, so no layout changes a figure.
 
-    ``applied``: the moments have seen the gradients that are there; without it, or without gradients, RMS_t is missing. Weights,
-    moments, gradients and random numbers keep their bits.
+    ``applied``: the moments have seen the gradients that are there; without it, or without gradients, RMS_t is missing. The
+    update is the optimiser's, recomputed from the moments: what QK-clip scaled back after it is no part of it. Weights, moments, gradients
+    and random numbers keep their bits.
     """
     with torch.no_grad():
         roles, finite = _probe_roles(state, setup, lr, applied=applied)
@@ -53,7 +58,7 @@ def take_probe(
         roles=roles,
         layers=layers,
         weights_finite=finite,
-        beta2=setup.config.optim.optimizer.beta2,
+        beta2=min((rule.beta2 for rule in state.optimizer.rules if not math.isnan(rule.beta2)), default=math.nan),
     )
 
 
@@ -80,6 +85,8 @@ def probe_metrics(probe: ProbeSignals) -> dict[str, float]:
     """The ``inside/*`` metrics of a probe; what was not measured is not written."""
     metrics: dict[str, float] = {}
     for role in probe.roles:
+        metrics[f"inside/{role.role}/lr"] = role.lr
+        metrics[f"inside/{role.role}/weight_decay"] = role.weight_decay
         metrics[f"inside/{role.role}/update_ratio"] = role.update_ratio
         metrics[f"inside/{role.role}/rms_t"] = role.rms_t
         metrics[f"inside/{role.role}/weight_norm"] = role.weight_norm
@@ -104,76 +111,76 @@ def _probe_roles(state: TrainState, setup: Setup, lr: float, *, applied: bool) -
         ratios = [largest[i] / math.sqrt(weights[i] / parameters[i].numel()) for i in at if weights[i] != 0]
         measured = applied and role != "embedding" and all(parameters[i].grad is not None for i in at)
         size = sum(parameters[i].numel() for i in at)
+        rate, decay = _rate_and_decay(state, setup, role, lr)
         probes.append(
             RoleProbe(
                 role=role,
                 weight_norm=math.sqrt(sum(weights[i] for i in at)),
                 update_norm=math.sqrt(sum(updates[i] for i in at)),
                 largest_weight=MISSING if any(map(math.isnan, ratios)) else max(ratios, default=MISSING),
+                lr=rate,
+                weight_decay=decay,
                 rms_t=math.sqrt(sum(stale[i] for i in at) / size) if measured else MISSING,
             )
         )
     return tuple(probes), all(map(math.isfinite, largest))
 
 
+def _rate_and_decay(state: TrainState, setup: Setup, role: Role, lr: float) -> tuple[float, float]:
+    """What the schedule's rate is for a role, all of whose parameters have one setting, and what decay takes off a weight per step."""
+    setting = next(s for s in state.optimizer.settings.values() if s.role == role)
+    rate = lr * setting.lr
+    penalty = isinstance(optimizer_of(role, setup.config.optim), Adam) and setting.weight_decay != 0
+    return rate, MISSING if penalty else rate * setting.weight_decay
+
+
 def _tensor_figures(state: TrainState, setup: Setup, lr: float) -> Tensor:
-    """Of every tensor, as far as this rank counts it: sums of squares of weights, of their update and of g / sqrt(v_t); and, of all that it
-    holds, the largest magnitude of a weight. fp64 (4, tensors)."""
-    parameters, held = list(state.parameters.values()), [local_part(p) for p in state.parameters.values()]
-    steps = torch.stack([state.optimizer.state[p]["step"] for p in parameters]).tolist()
-    decays = {id(p): group["weight_decay"] for group in state.optimizer.param_groups for p in group["params"]}
+    """Of every tensor, as far as this rank counts it: sums of squares of weights, of their update and of g / sqrt(v_t), NaN where there is
+    no v_t; and, of all that it holds, the largest magnitude of a weight. fp64 (4, tensors)."""
+    names = list(state.parameters)
+    held = [local_part(p) for p in state.parameters.values()]
     figures = torch.zeros(4, len(held), dtype=torch.float64, device=setup.world.device)
-    for at in _chunks([tensor.numel() for tensor in held]):
-        some = [parameters[i] for i in at]
-        figures[:, at] = _chunk_figures(
-            state, setup, some, [lr * decays[id(p)] for p in some], [steps[i] for i in at], lr
-        )
+    for rule in state.optimizer.rules:
+        mine = [at for at, name in enumerate(names) if name in rule.parameters]
+        # by the size of whole tensors, so that every rank goes through the same chunks
+        for chunk in _chunks([state.parameters[names[at]].numel() for at in mine]):
+            at = [mine[i] for i in chunk]
+            figures[:, at] = _chunk_figures(state, rule, [names[i] for i in at], lr)
     counted = torch.tensor(
-        [is_counted(p, first_replica=setup.first_replica) for p in parameters], device=figures.device
+        [is_counted(p, first_replica=setup.first_replica) for p in state.parameters.values()], device=figures.device
     )
     figures[:3] = torch.where(counted, figures[:3], 0.0)
     return figures
 
 
 def _chunks(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Places of the tensors that hold anything, a chunk of about CHUNK elements at a time."""
+    """Places of the tensors, a chunk of about CHUNK elements at a time."""
     chunk: list[int] = []
     for place, size in enumerate(sizes):
         if chunk and sum(sizes[i] for i in chunk) + size > CHUNK:
             yield chunk
             chunk = []
-        if size > 0:
-            chunk.append(place)
+        chunk.append(place)
     if chunk:
         yield chunk
 
 
-def _chunk_figures(
-    state: TrainState, setup: Setup, parameters: list[nn.Parameter], decays: list[float], steps: list[float], lr: float
-) -> Tensor:
-    """The four figures of some tensors.
-
-    AdamW after step t (arXiv:1711.05101 algorithm 2) moved w by -(lr mhat / (sqrt(vhat) + eps) + lr wd w_before), which in terms of the
-    weights that are there now is -(lr mhat / (sqrt(vhat) + eps) + lr wd w) / (1 - lr wd).
-    """
-    settings = setup.config.optim.optimizer
-    moments = [state.optimizer.state[p] for p in parameters]
+def _chunk_figures(state: TrainState, rule: Rule, names: list[str], lr: float) -> Tensor:
+    """The four figures of some tensors of one rule."""
+    parameters = [state.parameters[name] for name in names]
     weights = [local_part(p) for p in parameters]
-    # before the first update there is no update to speak of
-    first = [1 - settings.beta1**t or math.nan for t in steps]
-    second = [math.sqrt(1 - settings.beta2**t) or math.nan for t in steps]
-    roots = torch._foreach_div(torch._foreach_sqrt([local_part(m["exp_avg_sq"]) for m in moments]), second)
-    gradients = [
-        torch.zeros_like(w) if p.grad is None else local_part(p.grad) for w, p in zip(weights, parameters, strict=True)
-    ]
-    stale = _squares(torch._foreach_div(gradients, torch._foreach_clamp_min(roots, settings.eps)))
-    torch._foreach_add_(roots, settings.eps)
-    updates = torch._foreach_div([local_part(m["exp_avg"]) for m in moments], roots)
-    torch._foreach_mul_(updates, [lr / c for c in first])
-    torch._foreach_add_(updates, torch._foreach_mul(weights, decays))
-    shrunk = torch.tensor(decays, dtype=torch.float64, device=updates[0].device)
-    largest = torch.stack(torch._foreach_norm(weights, math.inf)).double()
-    return torch.stack([_squares(weights), _squares(updates) / (1 - shrunk) ** 2, stale, largest])
+    updates, roots = rule.last_updates(names, lr), rule.second_moments(names)
+    stale = torch.full((len(names),), math.nan, dtype=torch.float64, device=weights[0].device)
+    if roots is not None:
+        gradients = [
+            torch.zeros_like(w) if p.grad is None else local_part(p.grad)
+            for w, p in zip(weights, parameters, strict=True)
+        ]
+        eps = [state.optimizer.settings[name].eps for name in names]
+        floors = [root.clamp_min(least) for root, least in zip(roots, eps, strict=True)]
+        stale = _squares(torch._foreach_div(gradients, floors))
+    largest = torch.stack([w.abs().amax() if w.numel() else w.new_zeros(()) for w in weights]).double()
+    return torch.stack([_squares(weights), _squares(updates), stale, largest])
 
 
 def _squares(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:

@@ -1,18 +1,19 @@
 """A run's model by itself: weights of a checkpoint and the tokenizer, for sampling."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from surefoot.config.codec import from_toml
 from surefoot.config.errors import ConfigError
+from surefoot.config.parallel import ParallelConfig
 from surefoot.config.run import RunConfig
 from surefoot.data.tokenizer import Tokenizer, load_tokenizer
 from surefoot.guard.ledger import Checkpoint
 from surefoot.model.transformer import Transformer
 from surefoot.monitor.run import Run
-from surefoot.parallel.precision import Precision, compute_dtype
+from surefoot.parallel.precision import apply_precision, policy_of
 from surefoot.train.checkpoint import verify
 from surefoot.train.checkpoint_match import load_matching
 from surefoot.train.generate import continue_tokens
@@ -52,9 +53,11 @@ def open_model(folder: Path, step: int | None = None) -> RestoredModel:
     run = Run(folder)
     config = from_toml(RunConfig, folder / "config.toml")
     chosen = _choose(run, step)
-    compute = compute_dtype(_precision(config))
+    parallel = _resolved(config.parallel)
+    policy = policy_of(parallel)
     with torch.device("meta"):
-        model = Transformer(config.model, compute)
+        model = Transformer(config.model, policy.compute, policy.weights)
+    apply_precision(model, parallel, torch.device("cpu"))
     model.to_empty(device="cpu")
     weights = {f"weights/{name}": p.detach() for name, p in model.named_parameters()}
     _, missing = load_matching(folder / "checkpoints" / chosen.name, weights)
@@ -65,9 +68,9 @@ def open_model(folder: Path, step: int | None = None) -> RestoredModel:
     return RestoredModel(config, model.eval(), tokenizer, chosen.name)
 
 
-def _precision(config: RunConfig) -> Precision:
-    precision = config.parallel.precision
-    return "fp32" if precision == "auto" else precision
+def _resolved(parallel: ParallelConfig) -> ParallelConfig:
+    """With fp32 where nothing was ever decided."""
+    return replace(parallel, precision="fp32") if parallel.precision == "auto" else parallel
 
 
 def _choose(run: Run, step: int | None) -> Checkpoint:

@@ -10,6 +10,7 @@ from surefoot.guard.actions import Rollback
 from surefoot.guard.guard import GuardState
 from surefoot.monitor.run import Run
 from surefoot.monitor.wording import several
+from surefoot.optim.noise_scale import NoiseState
 from surefoot.parallel.shard import fill_parameters, reshard
 from surefoot.train.keeping import Keeping
 from surefoot.train.setup import Setup
@@ -21,7 +22,7 @@ MOST_LOST = 2000
 """Batches that the guard may throw away on its own account by starting again."""
 IN_PLACE = "in place"
 """What was restored where a refused batch is read again: nothing, the state is as it was."""
-FIRST: dict[str, Any] = {"step": 0, "batch_index": 0, "smoothed_loss": 0.0, "guard": GuardState()}
+FIRST: dict[str, Any] = {"step": 0, "batch_index": 0, "smoothed_loss": 0.0, "guard": GuardState(), "noise": NoiseState()}
 """The counters before the first batch."""
 
 

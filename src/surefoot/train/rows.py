@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from surefoot.config.data import DataConfig
+from surefoot.data.loader import Batch
 from surefoot.data.mixture import BLOCK, BatchStarts
 from surefoot.guard.detectors import Scores
 from surefoot.guard.pace import PaceState, observe_pace
@@ -17,6 +18,7 @@ from surefoot.guard.signals import PaceSignals
 from surefoot.monitor.step_report import StepReport
 from surefoot.parallel.digest import combine, digest_tensors
 from surefoot.train.acting import Judged
+from surefoot.train.cutting import seq_len_at
 from surefoot.train.evaluate import TrainingData, cadence_metrics
 from surefoot.train.first_batch import doubt_initial_loss
 from surefoot.train.keeping import Keeping
@@ -108,19 +110,21 @@ def due(count: int, every: int) -> bool:
 
 
 def regime(data: DataConfig, starts: BatchStarts, batch_index: int) -> int:
-    """How many configured stages of mixture and batch size have begun with this batch: the guard expects a new level at each.
+    """How many configured stages of mixture, batch size and row length have begun with this batch: the guard expects a new level at each.
 
     A mixture stage begins with the first block of its rows, wherever in a batch that falls.
     """
     by_size = bisect_right([stage.start_batch for stage in data.batch_stages], batch_index)
+    by_length = bisect_right([stage.start_batch for stage in data.length_stages], batch_index)
     stop = starts.rows_of(batch_index)[1]
     by_mixture = sum(-(-stage.start_row // BLOCK) * BLOCK < stop for stage in data.mixture_stages)
-    return by_size + by_mixture
+    return by_size + by_length + by_mixture
 
 
-def speed(setup: Setup, rows: int, seconds: float, waited: float) -> dict[str, float]:
+def speed(setup: Setup, batch: Batch, seconds: float, waited: float) -> dict[str, float]:
     """The ``perf/*`` metrics of a step; of rank 0's clock."""
-    per_second = rows * setup.config.data.seq_len / seconds
+    data = setup.config.data
+    per_second = len(batch.samples_B3) * data.seq_len / seconds
     figures = {
         "perf/step_s": seconds,
         "perf/tokens_per_s": per_second,
@@ -128,7 +132,9 @@ def speed(setup: Setup, rows: int, seconds: float, waited: float) -> dict[str, f
         "perf/memory_gib": memory_gib(setup.world.device),
     }
     if setup.peak_flops > 0:
-        figures["perf/mfu"] = per_second * setup.flops_per_token / (setup.peak_flops * setup.world.size)
+        figures["perf/mfu"] = (
+            per_second * setup.flops_at[seq_len_at(data, batch.batch_index)] / (setup.peak_flops * setup.world.size)
+        )
     return figures
 
 

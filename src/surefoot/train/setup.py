@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast, get_args
 
 import torch
 from torch import Tensor
@@ -12,15 +11,20 @@ from torch import Tensor
 from surefoot.config.errors import ConfigError
 from surefoot.config.run import RunConfig
 from surefoot.model.count import flops_per_token
-from surefoot.model.parametrization import Role, draw_parameter, residual_writers, roles
+from surefoot.model.parametrization import draw_parameter, fused_rows, residual_writers, roles
 from surefoot.model.parts import custom_count
+from surefoot.model.role_scaling import Role
 from surefoot.model.transformer import Transformer
 from surefoot.optim.adaptive_clip import build_clipping
 from surefoot.optim.build import build_optimizer
-from surefoot.parallel.apply import apply_layout
+from surefoot.optim.loss_scale import LossScale, ScaledForwardBackward
+from surefoot.optim.qk_clip import QKClip, build_qk_clip
+from surefoot.parallel.apply import apply_layout, compiles
 from surefoot.parallel.forward_backward import ForwardBackward
 from surefoot.parallel.mesh import World
-from surefoot.parallel.precision import Precision, compute_dtype
+from surefoot.parallel.precision import policy_of
+from surefoot.train.budget import planned_steps
+from surefoot.train.cutting import lengths
 from surefoot.train.state import TrainState
 from surefoot.train.update_size import WeightSample
 
@@ -35,14 +39,22 @@ class Setup:
     forward_backward: ForwardBackward
     draw: Callable[[str, torch.Size, torch.dtype], Tensor]
     """(name, shape, dtype) -> the full initial tensor of a parameter."""
-    flops_per_token: float
-    """Forward and backward, model FLOPs; the causal half of attention."""
+    flops_at: Mapping[int, float]
+    """Of every row length that the run uses: forward and backward per token, model FLOPs; the causal half of attention."""
+    num_steps: int
+    """Updates at which the run ends, as worked out before it starts; OPEN_END where its clock decides."""
     peak_flops: float
     """What the device's matrix products reach at best, FLOP/s; 0 where unknown."""
     roles: Mapping[str, Role]
     """Of every parameter, in the order of the model."""
     sample: WeightSample
     """What update sizes are measured on."""
+    qk_clip: QKClip | None = None
+
+    @property
+    def flops_per_token(self) -> float:
+        """At the full length of a row."""
+        return self.flops_at[self.config.data.seq_len]
 
     @cached_property
     def role_names(self) -> tuple[Role, ...]:
@@ -66,41 +78,44 @@ def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple
     ``config.parallel.precision`` must be resolved. Raises ConfigError when the batch does not divide over the ranks, or
     the attention backend does not run on the device.
     """
-    if config.parallel.precision not in get_args(Precision):
-        raise ValueError(
-            f"parallel.precision={config.parallel.precision} must be resolved before set_up: one of {get_args(Precision)}"
-        )
+    policy = policy_of(config.parallel)
     check_rows(config, world.size)
     if config.model.attention_backend == "flex" and world.device.type == "cpu":
         raise ConfigError(["model.attention_backend=flex has no backward on the CPU; take auto, eager or sdpa"])
     set_determinism(config)
-    compute = compute_dtype(cast(Precision, config.parallel.precision))
     with torch.device("meta"):
-        model = Transformer(config.model, compute)
+        model = Transformer(config.model, policy.compute, policy.weights)
     by_name = roles(model)
     draw = _drawing(config, by_name, residual_writers(model))
-    forward_backward = apply_layout(
+    plain = apply_layout(
         model,
         model.blocks,
         config.parallel,
         world,
-        compute=compute,
         draw=draw,
         fixed_order=config.determinism == "strict",
     )
     parameters = dict(model.named_parameters())
-    optimizer = build_optimizer(parameters, by_name, config.optim)
+    optimizer = build_optimizer(
+        parameters, by_name, config.optim, config.model, fused_rows(model), replicas=world.size
+    )
     clipping = build_clipping(config.optim, parameters)
-    state = TrainState(model=model, parameters=parameters, optimizer=optimizer, clipping=clipping)
+    qk_clip = build_qk_clip(parameters, config.model, config.optim.qk_clip, compiled=compiles(config.parallel))
+    model.maxima = qk_clip.maxima if qk_clip else None
+    scale = LossScale.starting(config.parallel.loss_scale) if policy.loss_scaled else LossScale()
+    state = TrainState(model=model, parameters=parameters, optimizer=optimizer, clipping=clipping, loss_scale=scale)
+    flops_at = {n: flops_per_token(config.model, n, custom_count(model, n)) for n in lengths(config.data)}
     setup = Setup(
         config=config,
         world=world,
-        forward_backward=forward_backward,
+        forward_backward=ScaledForwardBackward(plain, scale, list(parameters.values())) if policy.loss_scaled else plain,
         draw=draw,
-        flops_per_token=flops_per_token(config.model, config.data.seq_len, custom_count(model, config.data.seq_len)),
+        flops_at=flops_at,
+        num_steps=planned_steps(config, flops_at.__getitem__),
         peak_flops=peak_flops,
         roles=by_name,
         sample=WeightSample(parameters, by_name, first_replica=world.rank == 0),
+        qk_clip=qk_clip,
     )
     return setup, state
 

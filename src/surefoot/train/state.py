@@ -1,14 +1,15 @@
 """What rewinds: weights, moments, both counters and what the guard remembers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from surefoot.guard.guard import GuardState
 from surefoot.optim.adaptive_clip import Clipping
-from surefoot.optim.build import moments_by_name, set_step_count
+from surefoot.optim.loss_scale import LossScale
+from surefoot.optim.noise_scale import NoiseState
+from surefoot.optim.optimizer import Optimizer
 
 
 @dataclass
@@ -18,7 +19,7 @@ class TrainState:
     model: nn.Module
     parameters: dict[str, nn.Parameter]
     """By name, as the optimiser knows them: under FSDP2 the shards, also while the model holds them gathered."""
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     clipping: Clipping
     """With what it remembers of gradient norms."""
     step: int = 0
@@ -28,12 +29,15 @@ class TrainState:
     smoothed_loss: float = 0.0
     """Bias-corrected running mean of the loss of applied steps, nats per token; 0 before the first."""
     guard: GuardState = GuardState()
+    loss_scale: LossScale = field(default_factory=LossScale)
+    noise: NoiseState = NoiseState()
+    """The gradient noise scale, where it is measured."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights and moments by name (``weights/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>``), and what adaptive clipping remembers
+        """Weights and moments by name (``weights/<name>``, ``exp_avg/<name>`` and the like), and what adaptive clipping remembers
         (``clip/...``): the live tensors, plain or DTensor."""
         weights = {f"weights/{name}": p.detach() for name, p in self.parameters.items()}
-        return weights | moments_by_name(self.parameters, self.optimizer) | self.clipping.tensors()
+        return weights | self.optimizer.tensors() | self.clipping.tensors()
 
     def counters(self) -> dict[str, Any]:
         """Everything but the tensors, as plain JSON values."""
@@ -42,6 +46,8 @@ class TrainState:
             "batch_index": self.batch_index,
             "smoothed_loss": self.smoothed_loss,
             "guard": self.guard.to_dict(),
+            "loss_scale": self.loss_scale.to_dict(),
+            "noise": self.noise.to_dict(),
         }
 
     def restore_counters(self, counters: dict[str, Any]) -> None:
@@ -50,5 +56,8 @@ class TrainState:
         self.batch_index = int(counters["batch_index"])
         self.smoothed_loss = float(counters["smoothed_loss"])
         self.guard = GuardState.from_dict(counters["guard"])
-        set_step_count(self.optimizer, self.step)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.loss_scale.restore(counters.get("loss_scale", {}))
+        # Checkpoints of before it was measured have none.
+        self.noise = NoiseState.from_dict(counters.get("noise", {}))
+        self.optimizer.set_step_count(self.step)
+        self.optimizer.zero_grad()

@@ -10,6 +10,7 @@ from torch import Tensor
 from surefoot.model.parametrization import initialise, roles
 from surefoot.model.transformer import Transformer
 from surefoot.optim.build import build_optimizer
+from surefoot.optim.optimizer import Update
 from surefoot.parallel.precision import Precision, compute_dtype
 from surefoot.recipes.tiny import tiny
 from surefoot.train.setup import set_determinism
@@ -50,17 +51,18 @@ def _training_step(device: torch.device, precision: Precision) -> Callable[[], T
     model = Transformer(config.model, compute_dtype(precision))
     initialise(model, config.model, config.seed)
     model.to(device)
-    optimizer = build_optimizer(dict(model.named_parameters()), roles(model), config.optim)
+    optimizer = build_optimizer(dict(model.named_parameters()), roles(model), config.optim, config.model)
     width = config.data.seq_len
     generator = torch.Generator().manual_seed(config.seed)
     tokens_BT = torch.randint(config.model.vocab_size, (_ROWS, width), generator=generator).to(device)
     positions_BT = torch.arange(width, device=device).expand(_ROWS, width).contiguous()
     documents_BT = (positions_BT >= width // 2).int()
+    update = Update(lr=config.optim.lr, scale=torch.ones((), device=device), skip=torch.tensor(False, device=device))
 
     def step() -> Tensor:
         loss: Tensor = model(tokens_BT, positions_BT, documents_BT, tokens_BT).objective / tokens_BT.numel()
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        optimizer.apply(update)
         optimizer.zero_grad()
         return loss.detach()
 

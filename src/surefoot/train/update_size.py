@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from surefoot.model.parametrization import Role
+from surefoot.model.role_scaling import Role
 from surefoot.optim.clip import is_counted, local_part
 from surefoot.parallel.shard import elements_before
 
