@@ -39,13 +39,14 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float(torch.linalg.norm(a.double() - b.double()) / torch.linalg.norm(b.double()))
 
 
-def by_loops(matrix: Tensor, rows: int, columns: int) -> Tensor:
+def by_loops(matrix: Tensor, rows: int, columns: int, *, powers_of_2: bool = False) -> Tensor:
     """Each block of ``rows`` x ``columns`` scaled to the largest e4m3, by torch's own conversions."""
     out = torch.empty_like(matrix)
     for i in range(0, matrix.shape[0], rows):
         for j in range(0, matrix.shape[1], columns):
             block = matrix[i : i + rows, j : j + columns]
             scale = 448.0 / float(block.abs().max())
+            scale = 2.0 ** math.floor(math.log2(scale)) if powers_of_2 else scale
             out[i : i + rows, j : j + columns] = (block * scale).to(E4M3).float() / scale
     return out
 
@@ -59,6 +60,18 @@ def test_the_blockwise_recipe_is_a_scale_per_tile_of_the_summed_dim_and_per_bloc
     dw = by_loops(g, 128, 1).t() @ by_loops(x, 128, 1)
     for ours, reference in zip(backward(fp8_product("blockwise"), x, w, g), (y, dx, dw), strict=True):
         assert distance(ours, reference) < FP8_LOOPS
+
+
+def test_the_rowwise_recipe_is_a_scale_per_line_of_the_summed_dim() -> None:
+    x, w, g = operands(96, 64, 48)
+
+    def lines(matrix: Tensor, dim: int) -> Tensor:
+        rows, columns = (1, matrix.shape[1]) if dim == 1 else (matrix.shape[0], 1)
+        return by_loops(matrix, rows, columns, powers_of_2=True)
+
+    reference = (lines(x, 1) @ lines(w, 1).t(), lines(g, 1) @ lines(w, 0), lines(g, 0).t() @ lines(x, 0))
+    for ours, expected in zip(backward(fp8_product("rowwise"), x, w, g), reference, strict=True):
+        assert distance(ours, expected) < FP8_LOOPS
 
 
 @pytest.mark.filterwarnings("ignore")

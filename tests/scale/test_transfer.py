@@ -19,7 +19,8 @@ from surefoot.monitor.run import Run
 from surefoot.scale import transfer as module
 from surefoot.scale.transfer import Plan, around, check_plan, run_plan, trial_of
 from surefoot.scale.transfer_cells import Cell, Size, cell_name, families, read_cells, verdicts, write_cell
-from surefoot.scale.transfer_page import headline, markdown, page, picture, rows, swept
+from surefoot.scale.transfer_page import headline, markdown, page, rows, swept
+from surefoot.scale.transfer_picture import picture
 from surefoot.scale.trials import Trial, TrialResult
 
 Vary = Callable[..., RunConfig]
@@ -226,6 +227,17 @@ def test_a_blunt_optimum_decides_nothing() -> None:
     assert found.word == "inconclusive"
 
 
+def test_an_optimum_that_perhaps_moves_by_more_than_a_step_decides_nothing() -> None:
+    cells = [one for one in bowls(by_width(0.0, 1.0), WIDE, RATES) if one.size != Size("mup", 256, 2)]
+    for seed, moved in enumerate((-0.8, -1.1, -1.4)):
+        best = 0.004 * 2.0**moved
+        cells += [cell(Size("mup", 256, 2), lr, seed, 2.0 + 0.05 * math.log2(lr / best) ** 2) for lr in RATES]
+    [found] = verdicts(cells)
+    assert found.word == "inconclusive"
+    assert found.moved == pytest.approx(-1.1, abs=0.01)
+    assert "its interval reaches below one step: more seeds would decide" in found.reason
+
+
 def test_depth_is_judged_by_itself_and_shares_the_base() -> None:
     deep = [BASE, *(Size(kind, 32, depth) for kind in ("completep", "standard") for depth in (4, 8, 16))]
     cells = bowls(lambda size: 0.004 * (2 / size.num_layers if size.kind == "standard" else 1.0), deep, RATES)
@@ -252,10 +264,11 @@ def test_the_table_says_what_the_small_ones_rate_costs_the_large_one() -> None:
     text = markdown(cells, "transfer.svg")
     assert f"from the {len(cells)} result files" in text
     assert "mup over width: transfers. The best rate moves by" in text
-    assert "0123456789, torch 2" in text
+    assert "Commits 0123456789a, torch 2" in text
     drawn = picture(swept(cells))
-    assert drawn.count("<polyline") == 8
-    assert drawn.count("<circle") == 8 * 27
+    # a line per size and one per parametrization; a circle per run and one per optimum
+    assert drawn.count("<polyline") == 8 + 2
+    assert drawn.count("<circle") == 8 * 27 + 8
     whole = page(cells, title="a <b>", command="surefoot transfer tiny")
     assert "a &lt;b&gt;" in whole
     assert "https://" not in whole

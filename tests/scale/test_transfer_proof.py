@@ -10,7 +10,8 @@ from surefoot.config.validate import validate
 from surefoot.scale import transfer_proof as module
 from surefoot.scale.transfer import check_plan, trial_of
 from surefoot.scale.transfer_cells import Size, cell_name, read_cells, verdicts
-from surefoot.scale.transfer_page import markdown, picture, swept
+from surefoot.scale.transfer_page import markdown, swept
+from surefoot.scale.transfer_picture import picture
 from surefoot.scale.transfer_proof import BOOKS, main, plan, recipe, unpack
 
 ROOT = Path(__file__).parents[2]

@@ -52,13 +52,14 @@ def fp8_product(recipe: Recipe) -> Product:
     """
     rule = FP8_RULES[recipe]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def product(input: Tensor, weight: Tensor) -> Tensor:
         # rounded to the compute dtype first, as FSDP2 does when it gathers: no layout changes the operands
         out: Tensor = _Fp8Product.apply(input, weight.to(input.dtype), rule)  # type: ignore[no-untyped-call]
         return out
 
-    return product
+    # a block that is compiled goes around it: what follows is many small passes, which take the compiler minutes
+    outside: Product = torch.compiler.disable(product)  # type: ignore[no-untyped-call]
+    return outside
 
 
 class _Fp8Product(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""transfer.md, transfer.svg and transfer.html: the verdicts, the table, and loss against rate at every size; from the cells alone."""
+"""transfer.md and transfer.html: the verdicts, the picture and the table; from the cells alone."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import surefoot.monitor.page as report_page
 from surefoot.monitor.durable import write_atomic
-from surefoot.scale.loss_charts import COLOURS, Axis, Dot, Series, loss_chart
 from surefoot.scale.optimum import loss_at
 from surefoot.scale.sweep_page import html_table
 from surefoot.scale.transfer_cells import Cell, Family, Row, Verdict, families, read_cells, told_shift, verdicts
+from surefoot.scale.transfer_picture import picture
 
 HEADS = (
     "parametrization",
@@ -24,14 +24,12 @@ HEADS = (
     "runs",
     "diverged",
 )
-TALL = 0.6
-"""Nats above the lowest loss of a picture where it is cut off."""
-_WIDE, _HIGH, _HEAD = 520, 280, 26
 _CSS = """
 .wide table { font-variant-numeric: tabular-nums; font-size: .8125rem; }
 .wide th { text-align: left; padding: .2rem .7rem .2rem 0; border-bottom: 2px solid var(--line); }
 .wide td { padding-right: .7rem; } .wide td:first-child { width: auto; color: var(--text); }
-svg.transfer { width: 100%; max-width: 1040px; height: auto; display: block; }
+.wide th, .wide td { overflow-wrap: normal; }
+svg.transfer { width: 100%; max-width: 1200px; height: auto; display: block; }
 """
 
 
@@ -69,53 +67,6 @@ def headline(found: Sequence[Verdict]) -> list[str]:
     return [f"{one.kind} over {one.axis}: {one.word}. {one.reason[0].upper()}{one.reason[1:]}." for one in found]
 
 
-def picture(found: Sequence[Family]) -> str:
-    """Loss against rate, a panel per family, a line per size; the ring is the fitted optimum. Stands alone."""
-    columns = 2 if len(found) > 1 else 1
-    high = _HEAD + _HIGH
-    size = f"{columns * _WIDE} {-(-len(found) // columns) * high}"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" class="transfer" role="img" '
-        'aria-label="loss against learning rate at every size" font-family="system-ui, sans-serif" font-size="12">'
-    ]
-    for place, family in enumerate(found):
-        x, y = place % columns * _WIDE, place // columns * high
-        parts += [_names(family, x, y + 16), _panel(family, found, x, y + _HEAD)]
-    return "".join([*parts, "</svg>\n"])
-
-
-def _panel(family: Family, found: Sequence[Family], x: int, y: int) -> str:
-    """Panels of one axis share their rates and their losses, so that they can be compared by eye."""
-    beside = [other for other in found if other.axis == family.axis]
-    rates = sorted({lr for other in beside for row in other.rows for lr in row.curve.lrs})
-    lowest = min(min(row.curve.means) for other in beside for row in other.rows)
-    axis = Axis(label="learning rate", scale="log", ticks=[(lr, f"{lr:g}") for lr in rates])
-    series = [
-        Series(
-            name=str(row.size),
-            dots=[
-                Dot(x=lr, y=loss, hover=f"{family.axis} {row.size}, rate {lr:g}: {loss:.4f}")
-                for lr, losses in zip(row.curve.lrs, row.curve.losses, strict=True)
-                for loss in losses
-            ],
-            line=list(zip(row.curve.lrs, row.curve.means, strict=True)),
-        )
-        for row in family.rows
-    ]
-    title = f"{family.kind}: loss against learning rate by {family.axis}"
-    chart = loss_chart(series, axis, title=title, top=lowest + TALL, width=_WIDE, height=_HIGH)
-    return chart.replace("<svg ", f'<svg x="{x}" y="{y}" width="{_WIDE}" height="{_HIGH}" ', 1)
-
-
-def _names(family: Family, x: int, y: int) -> str:
-    """The panel's title, and its sizes in their colours, smallest first."""
-    sizes = "".join(
-        f'<tspan dx="10" fill="{COLOURS[place % len(COLOURS)]}">{row.size}</tspan>'
-        for place, row in enumerate(family.rows)
-    )
-    return f'<text x="{x + 52}" y="{y}"><tspan font-weight="600">{escape(family.kind)}, {family.axis}</tspan>{sizes}</text>'
-
-
 def markdown(cells: Sequence[Cell], picture_name: str) -> str:
     """docs/transfer.md."""
     found = swept(cells)
@@ -130,7 +81,7 @@ def markdown(cells: Sequence[Cell], picture_name: str) -> str:
             "",
             method(cells),
             "",
-            f"![Loss against learning rate at every size]({picture_name})",
+            f"![Loss against learning rate at every size, and the best rate by size]({picture_name})",
             "",
             *lines,
             "",
@@ -163,7 +114,7 @@ def method(cells: Sequence[Cell]) -> str:
 
 
 def _facts(cells: Sequence[Cell]) -> str:
-    commits = ", ".join(sorted({cell.commit[:10] for cell in cells}))
+    commits = ", ".join(sorted({cell.commit[:11] for cell in cells}))
     versions = ", ".join(sorted({cell.torch for cell in cells}))
     return (
         f"Commits {commits}, torch {versions}, {math.fsum(cell.seconds for cell in cells) / 60:.0f} minutes in steps."

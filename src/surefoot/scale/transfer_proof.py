@@ -42,6 +42,7 @@ def recipe(books: Path, cache: Path) -> RunConfig:
             num_layers=2,
             attention=GroupedQueryAttention(num_heads=4, num_kv_heads=2, d_head=16),
             feed_forward=SwiGLU(d_ff=128),
+            tie_embeddings=False,
             init=InitConfig(std=0.03, depth_scaled=False),
         ),
         data=DataConfig(
