@@ -86,7 +86,10 @@ def test_what_is_no_config_is_told_with_the_nearest_recipe(capsys: Captured, tmp
             ["train", "tiny", "--optim.schedule.decay"],
             ["--optim.schedule.decay_fraction", "--optim.schedule.decay_steps"],
         ),
-        (["train", "tiny", "--optim.schedule.kind", ""], ["constant", "cosine", "linear", "one_minus_sqrt", "inverse_sqrt", "power", "wsd"]),
+        (
+            ["train", "tiny", "--optim.schedule.kind", ""],
+            ["constant", "cosine", "linear", "one_minus_sqrt", "inverse_sqrt", "power", "wsd"],
+        ),
         (["train", "--parallel.precision", "f"], ["fp32", "fp16", "fp8", "fp64"]),
         (["train", "--optim.gated", ""], ["true", "false"]),
         (["train", "--config", ""], []),

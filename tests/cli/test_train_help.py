@@ -51,7 +51,10 @@ def test_the_default_shown_is_the_recipes_when_one_is_named() -> None:
     assert f"--optim.warmup_steps  (a whole number; default {warmup})" in help_of("tiny", "-h")
     assert "--steps  (a whole number; required)" in help_of("-h")
     assert f"--steps  (a whole number; default {steps})" in help_of("tiny", "-h")
-    assert "--optim.schedule.kind  (one of constant, cosine, linear, one_minus_sqrt, inverse_sqrt, power, wsd; default wsd)" in help_of("tiny", "-h")
+    assert (
+        "--optim.schedule.kind  (one of constant, cosine, linear, one_minus_sqrt, inverse_sqrt, power, wsd; default wsd)"
+        in help_of("tiny", "-h")
+    )
     assert "--data.sources.0.name  (a text; default code)" in help_of("tiny", "--help-all")
 
 
@@ -84,7 +87,9 @@ def test_no_line_of_help_is_wider_than_the_terminal(monkeypatch: pytest.MonkeyPa
 
 def test_the_text_of_a_field_is_the_string_under_it_and_else_what_its_table_is() -> None:
     run = settings(RunConfig)
-    assert field_text(RunConfig, run["steps"]) == "Applied updates at which the run ends, unless ``bound`` says otherwise."
+    assert (
+        field_text(RunConfig, run["steps"]) == "Applied updates at which the run ends, unless ``bound`` says otherwise."
+    )
     assert field_text(RunConfig, run["guard"]).startswith("The ladder: note")
     model = variants(run["model"].annotation)[0]
     custom = next(table for table in variants(settings(model)["norm"].annotation) if kind_of(table) == "custom")

@@ -1,12 +1,13 @@
 """Rules between settings: the numbers and the nearest legal values."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 
 from sample_config import tiny
-from surefoot.config.bounds import BOUNDS, numbers
+from surefoot.config.bounds import AT_LEAST_0, BOUNDS, numbers
 from surefoot.config.codec import resolve
 from surefoot.config.errors import ConfigError
 from surefoot.config.run import RunConfig
@@ -244,3 +245,9 @@ def test_every_number_of_a_value_is_looked_at() -> None:
 
 def keys_of(value: Any, name: str) -> list[str]:
     return [key for key, _, _ in numbers(value, name)]
+
+
+def test_no_range_holds_what_is_not_finite() -> None:
+    assert AT_LEAST_0.holds(1e300)
+    assert not AT_LEAST_0.holds(math.inf)
+    assert not AT_LEAST_0.holds(math.nan)

@@ -199,7 +199,7 @@ def test_a_layer_computed_again_by_the_backward_is_neither_counted_nor_kept() ->
         model(*batch(0))
         first = maxima.largest_LN.clone()
         maxima.see(*(1e3 * x for x in drawn(3)))
-        assert not maxima._seen, 'kept past the forward'
+        assert not maxima._seen, "kept past the forward"
         assert torch.equal(maxima.largest_LN, first)
         model(*batch(0))
         assert torch.equal(maxima.largest_LN, first)

@@ -9,6 +9,7 @@ from torch import nn
 from surefoot.config.model import GroupedQueryAttention, ModelConfig, SwiGLU
 from surefoot.config.optim import AdamW, OptimConfig
 from surefoot.model.role_scaling import Role
+from surefoot.optim.adam import FusedAdam
 from surefoot.optim.build import build_optimizer
 from surefoot.optim.optimizer import Update
 from tolerances import ADAMW
@@ -95,6 +96,21 @@ def test_moments_exist_by_name_before_the_first_step_and_stay_zero_when_it_is_sk
     assert moments.keys() == {f"{key}/{name}" for key in ("exp_avg", "exp_avg_sq") for name in named}
     assert all(not tensor.any() for tensor in moments.values())
     assert float(optimizer.step_count()) == 0
+
+
+def test_a_parameter_without_a_gradient_counts_its_steps_like_the_others() -> None:
+    """One count for all is what a checkpoint brings back."""
+    named, roles = parameters(torch.float32)
+    optimizer = build_optimizer(named, roles, OptimConfig(), MODEL)
+    for skip in (False, True, False):
+        for name, p in named.items():
+            p.grad = None if name == "w" else torch.ones_like(p)
+        before = named["w"].detach().clone()
+        optimizer.apply(Update(lr=1e-2, scale=NO_CLIP, skip=torch.tensor(skip)))
+        assert torch.equal(named["w"], before)
+    (rule,) = optimizer.rules
+    assert isinstance(rule, FusedAdam)
+    assert {float(state["step"]) for state in rule.kernel.state.values()} == {2.0}
 
 
 def test_a_parameter_without_a_role_is_an_error_that_names_it() -> None:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from surefoot.config.optim import WSD, Constant, Cosine, InverseSqrt, Linear, OneMinusSqrt, OptimConfig, Power
+from surefoot.config.ramp import ramp_factor
 from surefoot.guard.lr_change import LrChange
-from surefoot.optim.schedule import decay_begins, landing, lr_at, lr_factor, ramp_factor
+from surefoot.optim.schedule import decay_begins, landing, lr_at, lr_factor
 
 PEAK, WARMUP, STEPS = 2e-3, 10, 100
 

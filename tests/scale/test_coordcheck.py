@@ -19,7 +19,7 @@ from surefoot.parallel.digest import digest_tensors
 from surefoot.parallel.mesh import World
 from surefoot.scale.coord_data import QUANTITIES, activations, coordinates, synthetic_batch
 from surefoot.scale.coord_page import coordinate_page, sentence
-from surefoot.scale.coordcheck import CoordinateCheck, Plan, Reading, check_coordinates, choose_kind
+from surefoot.scale.coordcheck import CoordinateCheck, Plan, Reading, _slopes, check_coordinates, choose_kind
 from surefoot.scale.line_fit import Slope, fit_slope, student_t
 from surefoot.train.setup import set_up
 from surefoot.train.step import on_device, train_step
@@ -226,6 +226,26 @@ def test_the_recipes_own_parametrization_is_checked_and_a_standard_one_starts_fr
     page = coordinate_page(check)
     assert page.count("<svg") == 2 * 2 * len(QUANTITIES)
     assert "http" not in page.replace("http-equiv", "")
+
+
+def test_a_model_whose_updates_were_refused_has_no_slope_and_no_flat_verdict() -> None:
+    from_start = Plan(config=small(MuP()), kind="mup", widths=(16, 32, 64), steps=1, seeds=1)
+    check = check_coordinates(from_start, ALONE)
+    readings = [
+        dataclasses.replace(r, steps=(r.steps[0], dataclasses.replace(r.steps[1], refused=r.size == 64)))
+        for r in check.readings
+    ]
+    slopes = _slopes(readings, False)
+    assert slopes.keys() == check.slopes.keys()
+    assert all(math.isnan(slope.value) for slope in slopes.values())
+    assert dataclasses.replace(check, slopes=slopes).verdict == "not_flat"
+    assert check.readings[0].steps[1].refused == 0
+
+
+def test_measurements_of_the_recipe_that_a_small_batch_cannot_have_are_left_out() -> None:
+    config = small(MuP())
+    config = dataclasses.replace(config, log=dataclasses.replace(config.log, noise_every=1, noise_pieces=4))
+    assert check_coordinates(Plan(config=config, kind="mup", widths=(16, 32, 64), steps=1, seeds=1), ALONE).slopes
 
 
 def test_a_plan_without_three_sizes_is_refused_with_every_mistake() -> None:

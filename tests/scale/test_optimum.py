@@ -131,11 +131,23 @@ def test_the_loss_between_runs_is_the_parabolas() -> None:
     assert all(math.isnan(loss_at(curve, lr)) for lr in (0.02, 0.0009))
 
 
-def test_only_seeds_that_every_rate_has_are_used() -> None:
-    losses = {(lr, seed): lr + seed for lr in RATES for seed in (0, 1, 2) if (lr, seed) != (0.016, 1)}
-    assert by_rate(losses).losses[0] == (0.001, 2.001)
-    with pytest.raises(ValueError, match="no seed was run at every learning rate"):
-        by_rate({(0.1, 0): 1.0, (0.2, 1): 1.0})
+def test_the_curve_is_of_the_seeds_that_three_rates_have_in_common() -> None:
+    def curve_of(missing: set[tuple[float, int]]) -> LossCurve | None:
+        return by_rate({(lr, seed): lr + seed for lr in RATES for seed in (0, 1, 2) if (lr, seed) not in missing})
+
+    whole = curve_of(set())
+    assert whole is not None
+    assert whole.lrs == RATES
+    assert whole.losses[0] == (0.001, 1.001, 2.001)
+    fewer_rates = curve_of({(0.001, 1), (0.001, 2), (0.016, 2)})
+    assert fewer_rates is not None
+    assert fewer_rates.lrs == (0.002, 0.004, 0.008)
+    assert fewer_rates.losses[0] == (0.002, 1.002, 2.002)
+    fewer_seeds = curve_of({(lr, 2) for lr in RATES[:3]})
+    assert fewer_seeds is not None
+    assert fewer_seeds.lrs == RATES
+    assert len(fewer_seeds.losses[0]) == 2
+    assert by_rate({(0.1, 0): 1.0, (0.2, 1): 1.0, (0.3, 2): 1.0}) is None
 
 
 @pytest.mark.parametrize(

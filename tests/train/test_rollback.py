@@ -1,5 +1,6 @@
 """Rollbacks that go wrong half way, go to disk, or have nowhere to go."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,15 @@ def test_the_initial_state_is_restored_to_the_bit(config: RunConfig, loader: Loa
     assert digest_tensors(state.tensors()) == before
     assert state.counters() == counters
     assert {float(rule.step_count()) for rule in state.optimizer.rules} == {0.0}
+
+
+def test_the_scale_of_the_loss_too_starts_again(config: RunConfig, vary: Callable[..., RunConfig]) -> None:
+    setup, state = set_up(vary(config, **{"parallel.precision": "fp16"}), ALONE)
+    counters = state.counters()
+    state.loss_scale.settle(math.inf, 2.0, applied=False)
+    assert state.counters() != counters
+    restore_initial(state, setup)
+    assert state.counters() == counters
 
 
 def forked_and_rolled_back(config: RunConfig, parent: Path, folder: Path, script: Script) -> Ending:

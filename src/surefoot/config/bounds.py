@@ -18,7 +18,9 @@ class Bound:
     high_open: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether a value lies inside."""
+        """Whether a value lies inside; what is not finite never does."""
+        if not math.isfinite(value):
+            return False
         above = value > self.low if self.low_open else value >= self.low
         below = value < self.high if self.high_open else value <= self.high
         return above and below

@@ -4,24 +4,27 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from surefoot.config.data import DataConfig
 from surefoot.config.optim import MUON_ROLES, Adam, AdamW, Lion, Muon, OptimConfig, RolesConfig, StableAdamW
 from surefoot.config.parallel import ParallelConfig
+from surefoot.config.ramp import largest_ramp
 from surefoot.config.rule import Rule
 
 _INDEPENDENT = 0.1  # a weight would forget where it was within ten steps
 
 
-def optimizer_rules(optim: OptimConfig) -> Iterator[Rule]:
+def optimizer_rules(optim: OptimConfig, data: DataConfig) -> Iterator[Rule]:
     """What decays too fast, and what has no effect."""
     if isinstance(optim.optimizer, Adam) and optim.decay == "independent":
         text = "optim.decay='independent' has no meaning under optim.optimizer.kind='adam', whose weight_decay is an L2 penalty in the gradient"
         yield Rule(("optim.decay", "optim.optimizer.kind"), f"{text}; take kind='adamw', or leave decay='decoupled'")
+    ramp = _ramp(optim, data)
     for field in dataclasses.fields(RolesConfig):
         role = field.name
         at, kind = _optimizer_of(role, optim)
         if not isinstance(kind, Adam):
             yield from (_independent if optim.decay == "independent" else _decoupled)(
-                role, at, kind.weight_decay, optim
+                role, at, kind.weight_decay, optim, ramp
             )
         key, eps = f"optim.roles.{role}.eps", getattr(optim.roles, role).eps
         if isinstance(kind, Lion | Muon) and eps != 1.0:
@@ -44,28 +47,49 @@ def _optimizer_of(role: str, optim: OptimConfig) -> tuple[str, AdamW | Adam | St
     return "optim.optimizer", optim.optimizer
 
 
-def _decoupled(role: str, at: str, weight_decay: float, optim: OptimConfig) -> Iterator[Rule]:
+Factor = tuple[tuple[str, ...], str, float]
+"""Keys that a factor comes from, how it is told, and what it is."""
+
+
+def _ramp(optim: OptimConfig, data: DataConfig) -> Factor:
+    """What the largest batch of the ramp multiplies every rate by."""
+    key, factor = largest_ramp(optim, data)
+    return (
+        (key, "optim.ramp_lr", "data.batch_size") if key else (),
+        f"optim.ramp_lr={optim.ramp_lr!r} at {key}, {factor:g},",
+        factor,
+    )
+
+
+def _decoupled(role: str, at: str, weight_decay: float, optim: OptimConfig, ramp: Factor) -> Iterator[Rule]:
     mine = getattr(optim.roles, role)
     name = "weight_decay" if at == "optim.optimizer" else f"{at}.weight_decay"
-    factors = [
-        ("optim.lr", f"optim.lr={optim.lr}", optim.lr),
-        (f"optim.roles.{role}.lr", f"optim.roles.{role}.lr={mine.lr}", mine.lr),
-        (f"{at}.weight_decay", f"{name}={weight_decay}", weight_decay),
-        (f"optim.roles.{role}.decay", f"optim.roles.{role}.decay={mine.decay}", mine.decay),
+    factors: list[Factor] = [
+        (("optim.lr",), f"optim.lr={optim.lr}", optim.lr),
+        ramp,
+        ((f"optim.roles.{role}.lr",), f"optim.roles.{role}.lr={mine.lr}", mine.lr),
+        ((f"{at}.weight_decay",), f"{name}={weight_decay}", weight_decay),
+        ((f"optim.roles.{role}.decay",), f"optim.roles.{role}.decay={mine.decay}", mine.decay),
     ]
     share = math.prod(factor for *_, factor in factors)
     if share >= 1:
-        told = [(key, text) for key, text, factor in factors if ".roles." not in key or factor != 1.0]
-        text = f"{' times '.join(text for _, text in told)} is {share:g}"
-        keys = sorted((key for key, _ in told), key=lambda key: not key.endswith("weight_decay"))
+        told = [
+            each
+            for each in factors
+            if each[2] != 1.0 or each[0] == ("optim.lr",) or each[0][0].endswith("weight_decay")
+        ]
+        text = f"{' times '.join(text for _, text, _ in told)} is {share:g}"
+        keys = sorted((key for keys, *_ in told for key in keys), key=lambda key: not key.endswith("weight_decay"))
         yield Rule(tuple(keys), f"{text}: one step would turn the weights over; it must be below 1")
 
 
-def _independent(role: str, at: str, weight_decay: float, optim: OptimConfig) -> Iterator[Rule]:
+def _independent(role: str, at: str, weight_decay: float, optim: OptimConfig, ramp: Factor) -> Iterator[Rule]:
     key, of_role = f"{at}.weight_decay", f"optim.roles.{role}.decay"
     factor = getattr(optim.roles, role).decay
-    if weight_decay * factor >= _INDEPENDENT:
-        told = f"{key}={weight_decay}" if factor == 1.0 else f"{key}={weight_decay} times {of_role}={factor}"
-        text = f"{told} with optim.decay='independent' is the share of a weight that every step at the peak rate takes off, whatever optim.lr"
-        keys = (key, "optim.decay") if factor == 1.0 else (key, of_role, "optim.decay")
+    if weight_decay * factor * ramp[2] >= _INDEPENDENT:
+        more: list[Factor] = [((of_role,), f"{of_role}={factor}", factor), ramp]
+        told = [each for each in more if each[2] != 1.0]
+        shown = " times ".join([f"{key}={weight_decay}", *(text for _, text, _ in told)])
+        text = f"{shown} with optim.decay='independent' is the share of a weight that every step at the peak rate takes off, whatever optim.lr"
+        keys = (key, *(name for names, *_ in told for name in names), "optim.decay")
         yield Rule(keys, f"{text}; it must be below {_INDEPENDENT}, and 1e-4 is usual")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from surefoot.config.data import DataConfig
-from surefoot.config.optim import WSD, OptimConfig
+from surefoot.config.optim import WSD, Constant, InverseSqrt, OptimConfig, Power
 from surefoot.config.rule import Rule, nearest_divisors, nearest_multiples
 from surefoot.config.run import ByFlops, ByHours, ByMoney, BySteps, ByTokens, LogConfig
 
@@ -17,7 +17,7 @@ def schedule_rules(
         yield Rule(
             (key, "steps"), f"{key}={schedule.decay_steps} is longer than the run: steps={steps}; at most {steps}"
         )
-    if not isinstance(bound, ByHours | ByMoney):
+    if not isinstance(bound, ByHours | ByMoney) or isinstance(schedule, Constant | InverseSqrt | Power):
         return
     if not isinstance(schedule, WSD):
         text = f"optim.schedule.kind={schedule.kind!r} needs the last step from the start, which bound.kind={bound.kind!r} decides on the way"

@@ -40,7 +40,7 @@ def broken_rules(parts: Mapping[str, Any], world_size: int | None = None) -> lis
         (_stages, ("data",)),
         (_exclusions, ("data",)),
         (_vocabulary, ("model", "data")),
-        (optimizer_rules, ("optim",)),
+        (optimizer_rules, ("optim", "data")),
         (moments, ("optim", "parallel")),
         (_clipping, ("optim", "steps", "bound")),
         (schedule_rules, ("optim", "steps", "bound")),

@@ -111,6 +111,12 @@ class Ledger:
         return int(decided[0]["last_step"]) if decided else 0
 
     @cached_property
+    def decay_steps(self) -> float:
+        """Updates over which the rate decays before ``horizon``, once decided; 0 where the schedule alone says it."""
+        decided = self.of_kind("horizon")
+        return float(decided[0].get("decay_steps", 0.0)) if decided else 0.0
+
+    @cached_property
     def rows(self) -> tuple[Row, ...]:
         """All of them, in order."""
         return tuple(self._log[: self._length])

@@ -76,7 +76,9 @@ class Embedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight
         if weight.element_size() < 4 and weight.device.type == "cpu":
-            weight = weight.float()  # the gradient of a frequent token is a long sum, which CPUs add up in the dtype of the weight
+            weight = (
+                weight.float()
+            )  # the gradient of a frequent token is a long sum, which CPUs add up in the dtype of the weight
         x = F.embedding(input, weight)
         if self.gradient_share != 1.0:
             x = _GradientShare.apply(x, self.gradient_share)  # type: ignore[no-untyped-call]

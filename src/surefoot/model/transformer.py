@@ -39,9 +39,7 @@ class Transformer(nn.Module):
     """A pre-norm decoder. Parameters are in ``weights_dtype`` (fp32, or fp64 when computing in fp64, unless given) and undrawn until
     ``parametrization.initialise``; the residual stream and every product are in ``compute_dtype``."""
 
-    def __init__(
-        self, cfg: ModelConfig, compute_dtype: torch.dtype, weights_dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, cfg: ModelConfig, compute_dtype: torch.dtype, weights_dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.cfg = cfg
         self.compute_dtype = compute_dtype

@@ -61,11 +61,23 @@ def sentence(kind: str, row: Mapping[str, Any]) -> str:
         case "lr_event":
             return _lr_event(row)
         case "horizon":
-            return f"The decay begins at step {row['step']:,}, so that the run ends with its bound: at step {row['last_step']:,}."
+            return _horizon(row)
         case "verdict":
             return str(row.get("text") or row.get("reason") or f"The guard gave a verdict: {_rest(row)}")
         case _:
             return str(row.get("text") or f"{kind}: {_rest(row)}")
+
+
+def _horizon(row: Mapping[str, Any]) -> str:
+    """What the clock decided. Rows of before decays were cut do not say how long theirs is."""
+    step, last, length = row["step"], row["last_step"], row.get("decay_steps")
+    if length == 0:
+        return f"The time of the bound is over: the run ends at step {last:,}."
+    asked = row.get("decay_asked", 0)
+    if length is None or asked <= length + 1:
+        return f"The decay begins at step {step:,}, so that the run ends with its bound: at step {last:,}."
+    cut = f"its decay is cut from {asked:,} to {several(round(length), 'step')}"
+    return f"The time of the bound does not suffice: {cut}, which begin at step {step:,}; the run ends at step {last:,}."
 
 
 def tone(kind: str, row: Mapping[str, Any]) -> Tone:

@@ -18,6 +18,7 @@ class FusedAdam:
         self, parameters: Mapping[str, nn.Parameter], settings: Mapping[str, Setting], config: AdamW | Adam
     ) -> None:
         self.parameters, self.settings, self.config = dict(parameters), dict(settings), config
+        self.kind: str = config.kind
         self.beta2 = config.beta2
         self.kernel = self._kernel()
         for parameter in self.parameters.values():
@@ -78,6 +79,10 @@ class FusedAdam:
         finally:
             kernel.__dict__.pop("grad_scale", None)
             kernel.__dict__.pop("found_inf", None)
+        # One count for all: the kernel leaves that of a parameter without a gradient behind, and a resume could not tell.
+        idle = [kernel.state[p]["step"] for p in parameters if p.grad is None]
+        if idle:
+            torch._foreach_add_(idle, 1.0 - update.skip.to(idle[0].dtype))
 
     def last_updates(self, names: Sequence[str], lr: float) -> list[Tensor]:
         """AdamW after step t moved w by -(lr mhat / (sqrt(vhat) + eps) + lr wd w_before), which in terms of the weights that are there now

@@ -28,6 +28,7 @@ class LionRule:
     ) -> None:
         self.memory = Elementwise(parameters, settings, ("exp_avg",), narrow_moments=narrow_moments)
         self.parameters, self.config, self.beta2 = self.memory.parameters, config, math.nan
+        self.kind: str = config.kind
         self._moved: set[str] = set()
 
     def tensors(self) -> dict[str, Tensor]:

@@ -47,6 +47,7 @@ class MuonRule:
         self._rows = {name: _matrix_rows(name, p, settings[name]) for name, p in parameters.items()}
         self.memory = Elementwise(parameters, settings, ("momentum",), narrow_moments=narrow_moments)
         self.parameters, self.config, self.beta2 = self.memory.parameters, config, math.nan
+        self.kind: str = config.kind
         self._replicas = replicas
         self._moved = frozenset(self.parameters)
         """What the last applied update moved."""

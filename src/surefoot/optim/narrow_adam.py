@@ -26,6 +26,7 @@ class NarrowAdam:
     ) -> None:
         self.memory = Elementwise(parameters, settings, ("exp_avg", "exp_avg_sq"), narrow_moments=narrow_moments)
         self.parameters, self.config, self.beta2 = self.memory.parameters, config, config.beta2
+        self.kind: str = config.kind
 
     def tensors(self) -> dict[str, Tensor]:
         return self.memory.tensors()

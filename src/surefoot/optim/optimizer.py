@@ -44,6 +44,8 @@ class Update:
 class Rule(Protocol):
     """One published update over some of the parameters. Moments exist (as zeros) before the first step."""
 
+    kind: str
+    """Of its config; no two rules of a run are of one kind."""
     parameters: dict[str, nn.Parameter]
     beta2: float
     """Decay of the second moment per step; NaN where there is none."""
@@ -52,7 +54,7 @@ class Rule(Protocol):
         """What it remembers, ``<moment>/<parameter>``: the live tensors, of the parameter's placement."""
 
     def step_count(self) -> Tensor:
-        """Applied updates by its own count, a scalar on the device."""
+        """Applied updates by its own count, since its moments began; a scalar on the device."""
 
     def set_step_count(self, step: int) -> None:
         """Set that count."""
@@ -79,6 +81,9 @@ class Optimizer:
         self.parameters, self.settings, self.rules = dict(parameters), dict(settings), tuple(rules)
         self.rule_of = {name: rule for rule in self.rules for name in rule.parameters}
         """The rule that moves each parameter."""
+        self.moments_since = {rule.kind: 0 for rule in self.rules}
+        """Updates of the run before the moments of each kind of rule began, at zero: more than none in a fork that could not take them
+        over. Bias correction counts from there."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments of every parameter, ``exp_avg/<name>`` and the like: the live tensors, not copies."""
@@ -90,13 +95,14 @@ class Optimizer:
             parameter.grad = None
 
     def step_count(self) -> Tensor:
-        """Applied updates by the optimiser's own count, a scalar on the device."""
-        return self.rules[0].step_count()
+        """Applied updates of the run by the optimiser's own count, a scalar on the device."""
+        first = self.rules[0]
+        return first.step_count() + self.moments_since[first.kind]
 
     def set_step_count(self, step: int) -> None:
-        """Set the applied updates that bias correction counts, for every parameter."""
+        """Set the applied updates of the run, which every rule counts since its moments began."""
         for rule in self.rules:
-            rule.set_step_count(step)
+            rule.set_step_count(max(step - self.moments_since[rule.kind], 0))
 
     def apply(self, update: Update) -> None:
         """One step of every rule with clipping folded in, or none at all.

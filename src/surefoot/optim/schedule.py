@@ -2,20 +2,31 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from surefoot.config.optim import WSD, Constant, Cosine, InverseSqrt, Linear, OneMinusSqrt, OptimConfig, Power
 from surefoot.guard.lr_change import LrChange
 
 
-def lr_at(step: int, config: OptimConfig, num_steps: int) -> float:
+@dataclass(frozen=True)
+class Landing:
+    """How a run comes to its end."""
+
+    last_step: int
+    """Updates at which it ends."""
+    decay_steps: float = 0.0
+    """Updates over which WSD decays before it; 0 is what the schedule says of a run of ``last_step``."""
+
+
+def lr_at(step: int, config: OptimConfig, num_steps: int, decay: float = 0.0) -> float:
     """Learning rate of the update that takes ``step`` applied updates to ``step`` + 1.
 
     Warm-up is linear over ``warmup_steps`` updates, from lr / warmup_steps to lr. What follows runs over the remaining
     ``num_steps`` - ``warmup_steps`` updates (the decay of WSD over the last share of all) and reaches its final ratio at the last of them.
-    Where a short run makes the two overlap, the lower one holds.
+    Where a short run makes the two overlap, the lower one holds. ``decay``: the updates over which WSD decays; 0 is what the schedule says.
     """
-    after = _ratio(step, config, num_steps)
+    after = _ratio(step, config, num_steps, decay)
     if step < config.warmup_steps:
         return min(config.lr * (step + 1) / config.warmup_steps, config.lr * after)
     return config.lr * after
@@ -26,26 +37,32 @@ def lr_factor(step: int, changes: Sequence[LrChange]) -> float:
     return math.prod(_changed(step - change.start_step, change) for change in changes)
 
 
-def ramp_factor(rows: int, batch_size: int, rule: Literal["none", "sqrt", "linear"]) -> float:
-    """What a batch of ``rows`` multiplies the rate by, which was tuned for ``batch_size`` rows; 1 where they are the same."""
-    match rule:
-        case "none":
-            return 1.0
-        case "sqrt":
-            return math.sqrt(rows / batch_size)
-        case "linear":
-            return rows / batch_size
-
-
 def decay_begins(schedule: WSD, num_steps: int) -> float:
     """Updates before the first whose rate WSD has lowered."""
     return num_steps - decay_steps(schedule, num_steps)
 
 
-def landing(schedule: WSD, step: int) -> int:
-    """The last step of a run whose decay begins after ``step`` updates: the rate does not jump there."""
-    last = step + schedule.decay_steps if schedule.decay_steps else math.ceil(step / (1.0 - schedule.decay_fraction))
-    return max(last, step + 1)
+def landing(schedule: WSD, step: int, first_step: int = 0) -> Landing:
+    """The end of a run whose decay begins after ``step`` updates: the rate does not jump there.
+
+    ``first_step``: updates that the weights had when the run began. A share of its steps is one of those after them.
+    """
+    if schedule.decay_steps:
+        return Landing(step + schedule.decay_steps, schedule.decay_steps)
+    steps = max(math.ceil((step - first_step) / (1.0 - schedule.decay_fraction)), step - first_step + 1)
+    return Landing(first_step + steps, decay_steps(schedule, steps))
+
+
+def landing_within(schedule: WSD, step: int, num_left: int, first_step: int = 0) -> Landing:
+    """The same for a run that has time for ``num_left`` updates more: a decay that does not fit is cut to them, and to no less than one.
+
+    It may be one update longer than the time: what is decided between two updates is right to within one.
+    """
+    whole = landing(schedule, step, first_step)
+    if whole.last_step - step <= num_left + 1:
+        return whole
+    length = max(num_left, 1)
+    return Landing(step + length, length)
 
 
 def _changed(since: int, change: LrChange) -> float:
@@ -60,7 +77,7 @@ def _changed(since: int, change: LrChange) -> float:
     return change.settle
 
 
-def _ratio(step: int, config: OptimConfig, num_steps: int) -> float:
+def _ratio(step: int, config: OptimConfig, num_steps: int, decay: float) -> float:
     """Rate over peak rate that the schedule asks for, warm-up aside."""
     progress = (step + 1 - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
     progress = min(max(progress, 0.0), 1.0)
@@ -80,7 +97,7 @@ def _ratio(step: int, config: OptimConfig, num_steps: int) -> float:
             start = peak or warm
             return float((start / max(step + 1, start)) ** exponent)
         case WSD(shape=shape, min_ratio=low) as wsd:
-            length = decay_steps(wsd, num_steps)
+            length = decay or decay_steps(wsd, num_steps)
             decayed = (step + 1 - (num_steps - length)) / length if length > 0 else 0.0
             return _fallen(shape, min(max(decayed, 0.0), 1.0), low)
 

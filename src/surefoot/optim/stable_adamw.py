@@ -33,6 +33,7 @@ class StableAdamWRule:
     ) -> None:
         self.memory = Elementwise(parameters, settings, ("exp_avg", "exp_avg_sq"), narrow_moments=narrow_moments)
         self.parameters, self.config, self.beta2 = self.memory.parameters, config, config.beta2
+        self.kind: str = config.kind
         self._divisors: dict[str, float] = {}
         """max(1, RMS_t) of the update that was asked for last; empty where it was refused."""
 

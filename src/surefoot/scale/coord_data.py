@@ -42,6 +42,8 @@ class Coordinates:
     loss: float
     """Of the batch that this step trained on, before its update; NaN at step 0."""
     sizes: dict[str, Size]
+    refused: int = 0
+    """Updates so far that were left out: the changes are then of fewer steps."""
 
     def quantity(self, name: str) -> Size | None:
         """One of QUANTITIES: the last block's residual stream, the mean over blocks of what is in them; None for a part that has none."""
@@ -65,11 +67,13 @@ def coordinates(config: RunConfig, world: World, steps: int) -> list[Coordinates
     micro = on_device(batch, setup)
     first = activations(state.model, micro.tokens_BT, micro.positions_BT)
     found = [Coordinates(step=0, loss=float("nan"), sizes=_sizes(first, first))]
+    refused = 0
     for step in range(1, steps + 1):
         outcome = train_step(state, dataclasses.replace(batch, batch_index=step - 1), setup)
         state.optimizer.zero_grad()
         now = activations(state.model, micro.tokens_BT, micro.positions_BT)
-        found.append(Coordinates(step=step, loss=outcome.signals.loss, sizes=_sizes(now, first)))
+        refused += outcome.skipped
+        found.append(Coordinates(step=step, loss=outcome.signals.loss, sizes=_sizes(now, first), refused=refused))
     return found
 
 

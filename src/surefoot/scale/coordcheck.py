@@ -9,7 +9,7 @@ from typing import Any, Literal
 from surefoot.config.errors import ConfigError, unknown_choice
 from surefoot.config.model import CompleteP, GroupedQueryAttention, ModelConfig, MuP, Standard
 from surefoot.config.optim import Constant
-from surefoot.config.run import RunConfig
+from surefoot.config.run import BySteps, RunConfig
 from surefoot.parallel.mesh import World
 from surefoot.recipes.resize import nearest_of_width, with_depth, with_width
 from surefoot.scale.coord_data import QUANTITIES, Coordinates, coordinates
@@ -188,9 +188,9 @@ def _small(plan: Plan, reading: Reading) -> RunConfig:
     )
     optim = dataclasses.replace(config.optim, schedule=Constant(), warmup_steps=0, ramp_lr="none")
     model = dataclasses.replace(reading.model, vocab_size=min(reading.model.vocab_size, MOST_IDS))
-    return dataclasses.replace(
-        config, seed=reading.seed, steps=plan.steps, model=model, data=data, optim=optim, parallel=parallel
-    )
+    log = dataclasses.replace(config.log, noise_every=0)
+    parts = {"model": model, "data": data, "optim": optim, "parallel": parallel, "log": log}
+    return dataclasses.replace(config, seed=reading.seed, steps=plan.steps, bound=BySteps(), **parts)
 
 
 def _slopes(readings: Sequence[Reading], control: bool) -> dict[str, Slope]:
@@ -198,8 +198,13 @@ def _slopes(readings: Sequence[Reading], control: bool) -> dict[str, Slope]:
     for axis in dict.fromkeys(reading.axis for reading in readings):
         mine = [reading for reading in readings if reading.axis == axis and reading.control == control]
         for name in QUANTITIES:
-            sizes = [(reading.size, reading.steps[-1].quantity(name)) for reading in mine]
-            points = [(float(size), found_size.change) for size, found_size in sizes if found_size is not None]
+            sizes = [(reading.size, reading.steps[-1], reading.steps[-1].quantity(name)) for reading in mine]
+            # a model whose updates were refused has changed by fewer steps than the others: no slope can be told
+            points = [
+                (float(size), 0.0 if last.refused else found_size.change)
+                for size, last, found_size in sizes
+                if found_size is not None
+            ]
             if points:
                 found[f"{axis}/{name}"] = fit_slope(points)
     return found

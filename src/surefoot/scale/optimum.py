@@ -168,16 +168,14 @@ def loss_at(curve: LossCurve, lr: float) -> float:
     )
 
 
-def common_seeds(losses: Mapping[tuple[float, int], float]) -> list[int]:
-    """The seeds of {(rate, seed): loss} that were run at every rate, ascending."""
-    lrs = {lr for lr, _ in losses}
-    return [seed for seed in sorted({seed for _, seed in losses}) if all((lr, seed) in losses for lr in lrs)]
+def by_rate(losses: Mapping[tuple[float, int], float]) -> LossCurve | None:
+    """The curve of {(rate, seed): loss}: as many seeds as three rates or more have in common, and the rates that have them all.
 
-
-def by_rate(losses: Mapping[tuple[float, int], float]) -> LossCurve:
-    """The curve of {(rate, seed): loss}, of the seeds that every rate has. Raises ValueError where they have none in common."""
-    seeds = common_seeds(losses)
-    if not seeds:
-        raise ValueError("no seed was run at every learning rate")
-    lrs = sorted({lr for lr, _ in losses})
-    return LossCurve(tuple(lrs), tuple(tuple(losses[lr, seed] for seed in seeds) for lr in lrs))
+    None where no three rates share a seed. So a sweep that is under way counts with what it has in full.
+    """
+    seeds = {lr: frozenset(seed for each, seed in losses if each == lr) for lr, _ in losses}
+    for chosen in sorted({*seeds.values()}, key=lambda one: (-len(one), sorted(one))):
+        lrs = sorted(lr for lr, held in seeds.items() if held >= chosen)
+        if len(lrs) >= 3:
+            return LossCurve(tuple(lrs), tuple(tuple(losses[lr, seed] for seed in sorted(chosen)) for lr in lrs))
+    return None

@@ -12,7 +12,7 @@ from surefoot.config.model import Standard
 from surefoot.config.run import RunConfig
 from surefoot.data.build import Progress
 from surefoot.recipes.resize import with_depth, with_parametrization, with_width
-from surefoot.scale.optimum import by_rate, common_seeds, optimum
+from surefoot.scale.optimum import by_rate, optimum
 from surefoot.scale.transfer_cells import Cell, Kind, Size, cell_name
 from surefoot.scale.trials import Trial, TrialResult, run_trials
 from surefoot.train.opening import commit_of
@@ -122,14 +122,15 @@ def run_plan(
 ) -> dict[str, Cell]:
     """Every cell of the plan by name: those ``known``, and the others, run below ``folder``, ``jobs`` at once.
 
-    One seed of everything, then the next, so that what is cut short is a whole sweep of fewer seeds. After each, grids whose edge is the
-    best are extended. ``on_cell`` hears of each new cell. Raises what ``run_trials`` raises.
+    The middle three rates of every grid for one seed, then for the next, then the rest of the grids: what is cut short is a whole sweep of
+    fewer seeds or rates. After each round, grids whose edge is the best are extended. ``on_cell`` hears of each new cell. Raises what
+    ``run_trials`` raises.
     """
     check_plan(plan)
     cells = dict(known)
     failed: set[str] = set()
-    grids = {size: tuple(sorted(set(plan.grids.get(size, plan.lrs)))) for size in plan.sizes()}
-    longest = {size: len(lrs) + plan.extend for size, lrs in grids.items()}
+    asked = {size: tuple(sorted(set(plan.grids.get(size, plan.lrs)))) for size in plan.sizes()}
+    grids = {size: _middle(lrs) for size, lrs in asked.items()}
     wanted: dict[str, tuple[Size, float, int]] = {}
 
     def done(result: TrialResult) -> None:
@@ -140,18 +141,29 @@ def run_plan(
             cells[result.name] = _cell(plan, *wanted[result.name], result)
             on_cell(cells[result.name])
 
-    for number in range(1, len(plan.seeds) + 1):
+    rounds = [*((plan.seeds[: n + 1], False) for n in range(len(plan.seeds))), (plan.seeds, True)]
+    for seeds, whole in rounds:
+        if whole:
+            grids = {size: tuple(sorted({*lrs, *asked[size]})) for size, lrs in grids.items()}
         while True:
-            wanted = _wanted(plan, grids, plan.seeds[:number])
+            wanted = _wanted(plan, grids, seeds)
             missing = [one for name, one in wanted.items() if name not in cells and name not in failed]
             if missing:
                 trials = [trial_of(plan, *one) for one in missing]
                 run_trials(trials, folder, jobs=jobs, on_done=done, on_tick=on_tick, progress=progress)
-            grown = {size: _extended(size, lrs, cells.values(), longest[size]) for size, lrs in grids.items()}
+            grown = {
+                size: _extended(size, lrs, cells.values(), asked[size], plan.extend) for size, lrs in grids.items()
+            }
             if grown == grids:
                 break
             grids = grown
     return {name: cells[name] for name in wanted if name in cells}
+
+
+def _middle(lrs: tuple[float, ...]) -> tuple[float, ...]:
+    """The three rates in the middle of a grid."""
+    first = (len(lrs) - 3) // 2
+    return lrs[first : first + 3]
 
 
 def _wanted(
@@ -191,15 +203,24 @@ def _cell(plan: Plan, size: Size, lr: float, seed: int, result: TrialResult) -> 
     )
 
 
-def _extended(size: Size, lrs: tuple[float, ...], cells: Iterable[Cell], longest: int) -> tuple[float, ...]:
-    """The grid, one rate longer where its edge is its best and it may still grow."""
-    losses = {(cell.lr, cell.seed): cell.loss for cell in cells if cell.size == size and cell.lr in lrs}
-    if len(lrs) >= longest or {lr for lr, _ in losses} != set(lrs) or not common_seeds(losses):
+def _extended(
+    size: Size, lrs: tuple[float, ...], cells: Iterable[Cell], asked: tuple[float, ...], extend: int
+) -> tuple[float, ...]:
+    """The grid, one rate longer where its edge is its best and it may still grow: by a rate that was asked for, or by a factor of two."""
+    curve = by_rate({(cell.lr, cell.seed): cell.loss for cell in cells if cell.size == size and cell.lr in lrs})
+    if curve is None or curve.lrs != lrs:
         return lrs
-    edge = optimum(by_rate(losses)).edge
-    if edge == "low":
-        return (lrs[0] / FACTOR, *lrs)
-    return (*lrs, lrs[-1] * FACTOR) if edge == "high" else lrs
+    edge = optimum(curve).edge
+    if edge == "none":
+        return lrs
+    beyond = [lr for lr in asked if (lr < lrs[0] if edge == "low" else lr > lrs[-1])]
+    further = (
+        (max(beyond) if edge == "low" else min(beyond))
+        if beyond
+        else (lrs[0] / FACTOR if edge == "low" else lrs[-1] * FACTOR)
+    )
+    grown = tuple(sorted({*lrs, further}))
+    return grown if len({*grown} - {*asked}) <= extend else lrs
 
 
 def _listed(values: Iterable[float]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from surefoot.monitor.durable import write_atomic
-from surefoot.scale.optimum import LossCurve, Optimum, Shift, by_rate, common_seeds, optimum, shift
+from surefoot.scale.optimum import LossCurve, Optimum, Shift, by_rate, optimum, shift
 
 Axis = Literal["width", "depth"]
 Kind = Literal["standard", "mup", "completep"]
@@ -125,7 +125,7 @@ class Family:
 
 
 def families(cells: Iterable[Cell], axis: Axis) -> tuple[Family, ...]:
-    """The parametrizations that were swept along an axis, the control last; sizes that lack a rate for every seed are left out."""
+    """The parametrizations that were swept along an axis, the control last; sizes without three rates of a seed are left out."""
     held = list(cells)
     if not held:
         return ()
@@ -155,9 +155,9 @@ def _value(size: Size, axis: Axis) -> int:
 def _rows(along: Sequence[Size], runs: Mapping[Size, Sequence[Cell]], axis: Axis) -> tuple[Row, ...]:
     curves: dict[Size, LossCurve] = {}
     for size in along:
-        losses = {(cell.lr, cell.seed): cell.loss for cell in runs[size]}
-        if len({lr for lr, _ in losses}) > 2 and common_seeds(losses):
-            curves[size] = by_rate(losses)
+        curve = by_rate({(cell.lr, cell.seed): cell.loss for cell in runs[size]})
+        if curve is not None:
+            curves[size] = curve
     first = next(iter(curves.values()), None)
     return tuple(
         Row(

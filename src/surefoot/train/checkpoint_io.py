@@ -189,9 +189,11 @@ def _write_item(name: str, piece: Piece) -> WriteItem:
 class VerifiedReader(StorageReader):
     """Reads tensors of a checkpoint whose files have been verified, by a table of contents that has been checked."""
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
+    def __init__(self, folder: Path, metadata: Metadata, *, rounds: bool = False) -> None:
+        """``rounds``: what is wanted in another dtype than it was saved in is rounded to the nearest, not refused."""
         self._folder = folder
         self._metadata = metadata
+        self._rounds = rounds
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to forget: a reader serves one load."""
@@ -221,7 +223,8 @@ class VerifiedReader(StorageReader):
             with (self._folder / name).open("rb") as stream:
                 for item in items:
                     target = planner.resolve_tensor(item).detach()
-                    _box(self._read(stream, name, item), item, target)
+                    chunk = self._read(stream, name, item)
+                    _box(chunk.to(target.dtype) if self._rounds else chunk, item, target)
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

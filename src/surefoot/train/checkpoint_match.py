@@ -1,19 +1,29 @@
 """What a fork takes from a checkpoint whose model or optimiser is not quite its own; and a record without its tensors."""
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from surefoot.config.codec import from_dict
+from surefoot.config.optim import OptimConfig
+from surefoot.guard.updates import Updates
+from surefoot.monitor.wording import several
+from surefoot.optim.build import optimizer_of
+from surefoot.optim.optimizer import Rule
 from surefoot.train import manifest as manifests
 from surefoot.train.checkpoint import verify
 from surefoot.train.checkpoint_io import TensorPlanner, VerifiedReader
 from surefoot.train.manifest import METADATA, RECORD, CheckpointError
+from surefoot.train.state import TrainState
 from surefoot.train.unpickle import read_metadata
 
 
@@ -26,35 +36,144 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def load_matching(
-    folder: Path, tensors: Mapping[str, Tensor], *, group: Any = None
-) -> tuple[dict[str, Any], list[str]]:
-    """Fill, in place, the tensors that a checkpoint has by the same name and shape; returns its record and the names it has not.
+@dataclass(frozen=True)
+class Taken:
+    """What a fork could not take from its parent's checkpoint as it was."""
 
-    Verified like any load; a dtype that differs is refused. All ranks call it. Raises CheckpointError.
-    """
+    drawn: tuple[str, ...] = ()
+    """Parameters that it does not have: they keep their initial draw."""
+    restarted: tuple[tuple[int, str], ...] = ()
+    """How many parameters have moments that start at zero, and why."""
+    rounded: tuple[str, ...] = ()
+    """What is held in another dtype than it was saved in."""
+
+    def sentence(self) -> str:
+        """To be said of the fork after where it began; empty where it took everything."""
+        new = f"; drawn anew: {', '.join(self.drawn)}" if self.drawn else ""
+        zero = "".join(f"; moments start at zero for {several(n, 'parameter')}: {why}" for n, why in self.restarted)
+        return new + zero + "".join(f"; {text}" for text in self.rounded)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that has been verified, open for the tensors that one asks for."""
+
+    folder: Path
+    metadata: Metadata
+    group: Any
+
+    def lacks(self, tensors: Mapping[str, Tensor]) -> set[str]:
+        """Names of those that it does not have in that shape."""
+        entries = {name: self.metadata.state_dict_metadata.get(name) for name in tensors}
+        return {
+            name
+            for name, entry in entries.items()
+            if not isinstance(entry, TensorStorageMetadata) or entry.size != tensors[name].shape
+        }
+
+    def dtype(self, name: str) -> torch.dtype:
+        """In which a tensor was saved."""
+        entry = self.metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry.properties.dtype
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load these in place, rounded to the nearest where they are of another dtype. All ranks call it."""
+        _load_state_dict(
+            state_dict=dict(sorted(tensors.items())),
+            storage_reader=VerifiedReader(self.folder, self.metadata, rounds=True),
+            process_group=self.group,
+            no_dist=not dist.is_initialized(),
+            planner=TensorPlanner(),
+        )
+
+
+def open_source(folder: Path, group: Any = None) -> Source:
+    """Verify a checkpoint and read its table of contents. All ranks call it. Raises CheckpointError."""
     if problems := verify(folder, group=group):
         raise CheckpointError("\n".join(problems))
     manifest = manifests.read_manifest(folder)
-    metadata = read_metadata(folder / METADATA, manifest.files.keys() - {RECORD, METADATA})
-    shared: dict[str, Tensor] = {}
-    missing: list[str] = []
-    for name, tensor in sorted(tensors.items()):
-        entry = metadata.state_dict_metadata.get(name)
-        if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.shape:
-            missing.append(name)
-        elif entry.properties.dtype != tensor.dtype:
-            raise CheckpointError(
-                f"{folder}: {name} is {entry.properties.dtype} in the checkpoint and {tensor.dtype} here; "
-                "fork with the precision of the parent's masters"
-            )
-        else:
-            shared[name] = tensor
-    _load_state_dict(
-        state_dict=dict(shared),
-        storage_reader=VerifiedReader(folder, metadata),
-        process_group=group,
-        no_dist=not dist.is_initialized(),
-        planner=TensorPlanner(),
-    )
-    return read_record(folder), missing
+    return Source(folder, read_metadata(folder / METADATA, manifest.files.keys() - {RECORD, METADATA}), group)
+
+
+def load_matching(folder: Path, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Fill, in place, the tensors that a checkpoint has by the same name and shape; returns the names it has not.
+
+    Verified like any load. Raises CheckpointError.
+    """
+    source = open_source(folder)
+    missing = source.lacks(tensors)
+    source.fill({name: tensor for name, tensor in tensors.items() if name not in missing})
+    return sorted(missing)
+
+
+def take_over(folder: Path, state: TrainState, *, group: Any = None) -> Taken:
+    """Bring a fork's state to its parent's checkpoint as far as the two share it, in place; says what they do not share.
+
+    Weights are taken by name and shape. Moments are, where they are moments of the same kind of rule: others start at zero. Where a rule
+    corrects a bias, one count serves all its parameters, so that one of them without moments starts all of them at zero, counted from here.
+    What clipping remembers is taken as a whole or not at all. All ranks call it. Raises CheckpointError.
+    """
+    source = open_source(folder, group)
+    record = read_record(folder)
+    tensors = state.tensors()
+    missing = source.lacks(tensors)
+    drawn = sorted(name for name in state.parameters if f"weights/{name}" in missing)
+    before = from_dict(OptimConfig, record["config"]["optim"])
+    counters = dict(record["counters"])
+    since = {rule.kind: int(counters.get("moments_since", {}).get(rule.kind, 0)) for rule in state.optimizer.rules}
+    zero: set[str] = set()
+    restarted: list[tuple[int, str]] = []
+    for rule in state.optimizer.rules:
+        reasons = _reasons(rule, state, before, missing, drawn)
+        if not reasons:
+            continue
+        has_second_moment = not math.isnan(rule.beta2)
+        names = set(rule.parameters) if has_second_moment else set(reasons)
+        if has_second_moment:
+            since[rule.kind] = int(counters["step"])
+        restarted.append((len(names), "; ".join(dict.fromkeys(reasons.values()))))
+        zero |= {key for key in rule.tensors() if key.partition("/")[2] in names}
+    remembered = state.clipping.tensors()
+    if remembered.keys() & missing:
+        zero |= remembered.keys()
+    taken = {name: tensor for name, tensor in tensors.items() if name not in missing | zero}
+    source.fill(taken)
+    for name in zero:
+        tensors[name].zero_()
+    state.restore_counters(counters | {"moments_since": since})
+    if restarted:
+        forget_update_sizes(state)
+    return Taken(tuple(drawn), tuple(restarted), tuple(_rounded(source, taken)))
+
+
+def _reasons(rule: Rule, state: TrainState, before: OptimConfig, missing: set[str], drawn: list[str]) -> dict[str, str]:
+    """The parameters of a rule for which the checkpoint has no moments of its kind, each with the reason."""
+    lacking = {key.partition("/")[2] for key in rule.tensors().keys() & missing}
+    reasons = {}
+    for name in rule.parameters:
+        was = optimizer_of(state.optimizer.settings[name].role, before).kind
+        if name in drawn:
+            reasons[name] = "some are drawn anew"
+        elif was != rule.kind:
+            reasons[name] = f"the optimiser changed from {was} to {rule.kind}"
+        elif name in lacking:
+            reasons[name] = "the parent has none of this shape"
+    return reasons
+
+
+def _rounded(source: Source, taken: Mapping[str, Tensor]) -> list[str]:
+    """Sentences about what was saved in another dtype."""
+    pairs: dict[tuple[str, str, str], None] = {}
+    for name, tensor in taken.items():
+        saved = source.dtype(name)
+        if saved != tensor.dtype:
+            what = "weights" if name.startswith("weights/") else "moments"
+            pairs[what, str(saved).removeprefix("torch."), str(tensor.dtype).removeprefix("torch.")] = None
+    return [f"{what} taken from {saved} to {here}, to the nearest" for what, saved, here in pairs]
+
+
+def forget_update_sizes(state: TrainState) -> None:
+    """The guard learns anew how large updates usually are: the first from empty moments are of another size."""
+    detectors = replace(state.guard.detectors, updates=Updates())
+    state.guard = replace(state.guard, detectors=detectors)

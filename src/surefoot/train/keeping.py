@@ -15,7 +15,7 @@ from surefoot.parallel.digest import combine, digest_tensors
 from surefoot.parallel.mesh import World
 from surefoot.parallel.reduce import from_rank_zero
 from surefoot.train.checkpoint import PendingSave, load, save
-from surefoot.train.checkpoint_match import load_matching
+from surefoot.train.checkpoint_match import Taken, take_over
 from surefoot.train.manifest import CheckpointError
 from surefoot.train.retention import checkpoint_name
 from surefoot.train.staging import Staging
@@ -164,11 +164,9 @@ class Keeping:
         state.restore_counters(record["counters"])
         return record
 
-    def load_shared(self, name: str, state: TrainState) -> list[str]:
-        """Restore what a checkpoint shares with the state by name and shape; returns the parameters that it does not have."""
-        record, missing = load_matching(self.path(name), state.tensors(), group=self.save_group)
-        state.restore_counters(record["counters"])
-        return sorted(key.removeprefix("weights/") for key in missing if key.startswith("weights/"))
+    def load_shared(self, folder: Path, state: TrainState) -> Taken:
+        """Restore what a parent's checkpoint shares with the state; says what it does not. Raises CheckpointError."""
+        return take_over(folder, state, group=self.save_group)
 
     def _name(self, state: TrainState) -> str:
         name = checkpoint_name(state.step, self.ledger.attempt)

@@ -9,6 +9,7 @@ from surefoot.guard.actions import Investigate
 from surefoot.guard.guard import Judge, conclude, judge, judge_evaluation, limits
 from surefoot.guard.signals import EvalSignals, ProbeSignals
 from surefoot.monitor.step_report import StepReport
+from surefoot.optim.schedule import Landing
 from surefoot.train.acting import Ending, Judged, act, noted
 from surefoot.train.agree import agree
 from surefoot.train.evaluate import TrainingData
@@ -58,7 +59,7 @@ def train(
         if first:
             prove_first_batch(batch, data.loader, keeping.ledger.exclusions, world)
             first = False
-        outcome = step_within_limits(state, batch, setup, data, keeping, stop, memory, horizon.steps)
+        outcome = step_within_limits(state, batch, setup, data, keeping, stop, memory, horizon.end)
         probe, probing = look_inside(state, setup, data, outcome)
         spent = keeping.ledger.record_at(batch.batch_index)
         verdict = judge(state.guard, outcome.signals, config.guard, spent, probe, horizon.steps)
@@ -106,7 +107,7 @@ def step_within_limits(
     keeping: Keeping,
     stop: StopRequest,
     memory: RowMemory,
-    num_steps: int,
+    end: Landing,
 ) -> StepOutcome:
     """One step under the guard's limits and the ledger's LR events, its rows compared with those read lately."""
     number = regime(setup.config.data, data.loader.batch_starts, batch.batch_index)
@@ -118,7 +119,7 @@ def step_within_limits(
         lr_changes=keeping.ledger.lr_events,
         regime=number,
         stop_asked=stop.asked,
-        num_steps=num_steps,
+        end=end,
     )
 
 

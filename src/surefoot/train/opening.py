@@ -69,19 +69,25 @@ def begin_fork(
 ) -> str:
     """Begin a fork: the parent's checkpoint copied so that the fork stands alone, lineage in the ledger, its state restored.
 
-    Parameters that the fork's model shares with the parent's (by name and shape) are restored with their moments; others keep their
-    initial draw, and are named. Documents that the parent excluded stay excluded, where ``knows`` says that the fork's data hold them; so do
-    its LR events that had begun.
-    Collective over ranks. Raises CheckpointError, before anything is written, when the checkpoint is damaged.
+    Parameters that the fork's model shares with the parent's (by name and shape) are restored, with their moments where the optimiser is
+    of the same kind; what could not be taken over is said. Documents that the parent excluded stay excluded, where ``knows`` says that the
+    fork's data hold them; so do its LR events that had begun.
+    Collective over ranks. Raises CheckpointError, before anything is written, when the checkpoint is damaged or does not fit.
     """
     keeping.share_ledger()
     source = parent.folder / "checkpoints" / checkpoint.name
     if problems := verify(source, group=keeping.save_group):
         raise CheckpointError(f"{source} cannot be forked: {problems[0]}")
+    # Loaded first: a state that does not fit is refused before anything is written about it.
+    taken = keeping.load_shared(source, state)
     name = FORKED + checkpoint.name
-    if keeping.world.leads and not keeping.path(name).exists():
+    if keeping.world.leads:
         partial = keeping.path(f".{name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in (
+            partial,
+            keeping.path(name),
+        ):  # of a command that ended before it had begun, and another parent's maybe
+            shutil.rmtree(left, ignore_errors=True)
         shutil.copytree(source, partial)
         partial.rename(keeping.path(name))
     keeping.record(
@@ -109,9 +115,7 @@ def begin_fork(
         attempt=keeping.ledger.attempt,
         digest=checkpoint.digest,
     )
-    fresh = restore_checkpoint(name, state, keeping)
-    new = f"; drawn anew: {', '.join(fresh)}" if fresh else ""
-    return f"forked from {parent.name} at step {checkpoint.step:,} (batch {checkpoint.batch_index:,}){new}"
+    return f"forked from {parent.name} at step {checkpoint.step:,} (batch {checkpoint.batch_index:,}){taken.sentence()}"
 
 
 def take_over_rates(keeping: Keeping, parent: Run, checkpoint: Checkpoint) -> None:

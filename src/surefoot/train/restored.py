@@ -60,7 +60,7 @@ def open_model(folder: Path, step: int | None = None) -> RestoredModel:
     apply_precision(model, parallel, torch.device("cpu"))
     model.to_empty(device="cpu")
     weights = {f"weights/{name}": p.detach() for name, p in model.named_parameters()}
-    _, missing = load_matching(folder / "checkpoints" / chosen.name, weights)
+    missing = load_matching(folder / "checkpoints" / chosen.name, weights)
     if missing:
         raise CheckpointError(f"{chosen.name} lacks {missing[0]}: it does not belong to {folder}/config.toml")
     path = folder / "tokenizer.json"

@@ -22,7 +22,13 @@ MOST_LOST = 2000
 """Batches that the guard may throw away on its own account by starting again."""
 IN_PLACE = "in place"
 """What was restored where a refused batch is read again: nothing, the state is as it was."""
-FIRST: dict[str, Any] = {"step": 0, "batch_index": 0, "smoothed_loss": 0.0, "guard": GuardState(), "noise": NoiseState()}
+FIRST: dict[str, Any] = {
+    "step": 0,
+    "batch_index": 0,
+    "smoothed_loss": 0.0,
+    "guard": GuardState(),
+    "noise": NoiseState(),
+}
 """The counters before the first batch."""
 
 
@@ -142,12 +148,12 @@ def step_before(batch_index: int, from_batch: int, from_step: int, keeping: Keep
     return int(keeping.from_leader(step))
 
 
-def restore_checkpoint(name: str, state: TrainState, keeping: Keeping) -> list[str]:
-    """Load a checkpoint; from a parent's copy only what fits, the rest as it is drawn. Returns the parameters that were not in it."""
+def restore_checkpoint(name: str, state: TrainState, keeping: Keeping) -> None:
+    """Load a checkpoint; from a parent's copy only what fits, the rest as it is drawn, its moments at zero."""
     if name.startswith(FORKED):
-        return keeping.load_shared(name, state)
-    keeping.load(name, state)
-    return []
+        keeping.load_shared(keeping.path(name), state)
+    else:
+        keeping.load(name, state)
 
 
 def restore_initial(state: TrainState, setup: Setup) -> None:
@@ -156,4 +162,5 @@ def restore_initial(state: TrainState, setup: Setup) -> None:
     for name, tensor in state.tensors().items():
         if not name.startswith("weights/"):
             tensor.zero_()
-    state.restore_counters(replace(state, **FIRST).counters())
+    # an empty scale of the loss is its initial one, and moments begin at zero
+    state.restore_counters(replace(state, **FIRST).counters() | {"loss_scale": {}, "moments_since": {}})

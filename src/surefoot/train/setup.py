@@ -96,9 +96,7 @@ def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple
         fixed_order=config.determinism == "strict",
     )
     parameters = dict(model.named_parameters())
-    optimizer = build_optimizer(
-        parameters, by_name, config.optim, config.model, fused_rows(model), replicas=world.size
-    )
+    optimizer = build_optimizer(parameters, by_name, config.optim, config.model, fused_rows(model), replicas=world.size)
     clipping = build_clipping(config.optim, parameters)
     qk_clip = build_qk_clip(parameters, config.model, config.optim.qk_clip, compiled=compiles(config.parallel))
     model.maxima = qk_clip.maxima if qk_clip else None
@@ -108,7 +106,9 @@ def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple
     setup = Setup(
         config=config,
         world=world,
-        forward_backward=ScaledForwardBackward(plain, scale, list(parameters.values())) if policy.loss_scaled else plain,
+        forward_backward=ScaledForwardBackward(plain, scale, list(parameters.values()))
+        if policy.loss_scaled
+        else plain,
         draw=draw,
         flops_at=flops_at,
         num_steps=planned_steps(config, flops_at.__getitem__),

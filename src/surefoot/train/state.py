@@ -48,6 +48,7 @@ class TrainState:
             "guard": self.guard.to_dict(),
             "loss_scale": self.loss_scale.to_dict(),
             "noise": self.noise.to_dict(),
+            "moments_since": dict(self.optimizer.moments_since),
         }
 
     def restore_counters(self, counters: dict[str, Any]) -> None:
@@ -59,5 +60,7 @@ class TrainState:
         self.loss_scale.restore(counters.get("loss_scale", {}))
         # Checkpoints of before it was measured have none.
         self.noise = NoiseState.from_dict(counters.get("noise", {}))
+        since = counters.get("moments_since", {})
+        self.optimizer.moments_since = {kind: int(since.get(kind, 0)) for kind in self.optimizer.moments_since}
         self.optimizer.set_step_count(self.step)
         self.optimizer.zero_grad()

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from surefoot.config.ramp import ramp_factor
 from surefoot.data.loader import Batch
 from surefoot.guard.limits import Limits
 from surefoot.guard.lr_change import LrChange
@@ -16,7 +17,7 @@ from surefoot.guard.signals import StepSignals
 from surefoot.model.loss import LossSums
 from surefoot.optim.optimizer import Update
 from surefoot.optim.qk_clip import watched
-from surefoot.optim.schedule import lr_at, lr_factor, ramp_factor
+from surefoot.optim.schedule import Landing, lr_at, lr_factor
 from surefoot.parallel.forward_backward import MicroBatch
 from surefoot.parallel.reduce import max_over_ranks
 from surefoot.train.cutting import cut_rows, seq_len_at
@@ -54,15 +55,15 @@ def train_step(
     lr_changes: Sequence[LrChange] = (),
     regime: int = 0,
     stop_asked: bool = False,
-    num_steps: int = 0,
+    end: Landing | None = None,
 ) -> StepOutcome:
     """Consume one batch: gradients over the global count of targets, one global norm, one update or none.
 
     Advances ``state.batch_index`` always and ``state.step`` when the update was applied. On a skipped step weights, moments, step
-    counts and the smoothed loss keep their bits; gradients stay until the caller drops them. ``num_steps``: 0 is ``setup.num_steps``.
+    counts and the smoothed loss keep their bits; gradients stay until the caller drops them. ``end``: None is after ``setup.num_steps``.
     """
     config = setup.config
-    lr = scheduled(state.step, batch, setup, num_steps) * lr_factor(state.step, lr_changes)
+    lr = scheduled(state.step, batch, setup, end) * lr_factor(state.step, lr_changes)
     counts = count(batch, setup.world, stop_asked=stop_asked)
     state.batch_index += 1
     if counts.num_targets == 0:
@@ -106,11 +107,12 @@ def train_step(
     return StepOutcome(signals, found.skipped, metrics, counts.stop_asked)
 
 
-def scheduled(step: int, batch: Batch, setup: Setup, num_steps: int = 0) -> float:
+def scheduled(step: int, batch: Batch, setup: Setup, end: Landing | None = None) -> float:
     """The rate of the schedule for a batch of this size."""
     config = setup.config
     ramp = ramp_factor(len(batch.samples_B3), config.data.batch_size, config.optim.ramp_lr)
-    return lr_at(step, config.optim, num_steps or setup.num_steps) * ramp
+    end = end or Landing(setup.num_steps)
+    return lr_at(step, config.optim, end.last_step, end.decay_steps) * ramp
 
 
 def noise_passes(state: TrainState, batch: Batch, setup: Setup) -> PieceNorms | None:
