@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from surefoot.cli.fork import main, too_short
+from surefoot.cli.fork import another_function, main, too_short
 from surefoot.config.codec import from_toml
 from surefoot.config.errors import ConfigError
+from surefoot.config.model import CompleteP, MuP
 from surefoot.config.optim import WSD, Cosine
-from surefoot.config.run import ByFlops, ByHours, ByTokens, RunConfig
+from surefoot.config.run import ByFlops, ByHours, ByMoney, BySteps, ByTokens, RunConfig
 from surefoot.monitor.run import Run
 from surefoot.optim.schedule import lr_at
 from surefoot.parallel.mesh import World
@@ -114,3 +115,60 @@ def test_a_decay_longer_than_the_run_is_refused_before_anything_is_opened(stable
             ]
         )
     assert not (tmp_path / "x").exists()
+
+
+def test_a_fork_that_its_clock_ends_does_not_begin_in_its_parents_decay(stable: RunConfig, vary: Vary) -> None:
+    decaying = vary(stable, **{"optim.schedule": WSD(decay_steps=12)})
+    timed = vary(decaying, bound=ByHours(hours=0.5))
+    assert too_short(timed, decaying, 12, 0) is None
+    assert too_short(timed, decaying, 13, 0) == (
+        "bound.hours=0.5: the parent's decay began at step 12, before the fork does, at step 13, and the fork's begins when its clock says "
+        "so: until then its rate would jump back to the peak; fork --at step 12 or before, or let that decay go on: --set bound.kind=steps "
+        "--set steps=24"
+    )
+    # over: nothing is left to go on
+    assert str(too_short(timed, decaying, 24, 0)).endswith("fork --at step 12 or before")
+    paid = vary(decaying, bound=ByMoney(money=3.0, price_per_hour=2.0))
+    assert str(too_short(paid, decaying, 13, 0)).startswith("bound.money=3: ")
+
+
+def test_the_decay_that_a_clock_decided_is_the_one_that_counts(stable: RunConfig, vary: Vary) -> None:
+    timed = vary(stable, bound=ByHours(hours=0.5), **{"optim.schedule": WSD(decay_fraction=0.5)})
+    assert too_short(timed, timed, 90, 0) is None  # not decided yet
+    assert too_short(timed, timed, 90, 100, 10.0) is None
+    assert str(too_short(timed, timed, 91, 100, 10.0)).endswith(
+        "fork --at step 90 or before, or let that decay go on: --set bound.kind=steps --set steps=100 --set optim.schedule.decay_steps=10"
+    )
+    on = vary(timed, bound=BySteps(), steps=100, **{"optim.schedule": WSD(decay_steps=10)})
+    assert too_short(on, timed, 91, 100, 10.0) is None
+    assert too_short(vary(on, steps=101), timed, 95, 100, 10.0) is not None
+    assert too_short(vary(on, **{"optim.schedule": WSD(decay_fraction=0.5)}), timed, 91, 100, 10.0) is not None
+    assert too_short(vary(on, **{"optim.lr": 1e-3}), timed, 91, 100, 10.0) is not None
+
+
+def test_a_fork_whose_weights_would_be_another_function_is_refused(
+    config: RunConfig, vary: Vary, tmp_path: Path
+) -> None:
+    rehearse(vary(config, steps=6), tmp_path / "run")
+    words = [str(tmp_path / "run"), "--at", "5", "--run", str(tmp_path / "x"), "--set", "steps=12"]
+    wrong = (
+        r"model.logit_multiplier=0.5: the forward's multipliers would change \(logits 1 to 0.5\), and the parent's weights would be another "
+        r"function; fork with the parent's model.logit_multiplier=1.0, or train anew"
+    )
+    with pytest.raises(ConfigError, match=wrong):
+        main([*words, "--set", "model.logit_multiplier=0.5"])
+    assert not (tmp_path / "x").exists()
+    # the base of a size that is no longer that of the run
+    scaled = vary(config, **{"model.parametrization": MuP(base_d_model=8, base_d_head=32)})
+    text = str(another_function(scaled, config))
+    assert text.startswith(
+        'model.parametrization.kind="mup", model.parametrization.base_d_model=8, model.parametrization.base_d_head=32: '
+    )
+    assert "(logits 1 to 0.25, attention 1 to 2)" in text
+    assert 'fork with the parent\'s model.parametrization.kind="standard", or' in text
+    assert another_function(vary(scaled, **{"optim.lr": 1e-3}), scaled) is None
+    deep = vary(config, **{"model.parametrization": CompleteP(base_d_model=32, base_num_layers=2, alpha=1.0)})
+    assert another_function(deep, config) is None  # at its base it is the standard one
+    assert "(residual 1 to 0.5)" in str(another_function(vary(deep, **{"model.num_layers": 4}), deep))
+    # another width takes over no matrix
+    assert another_function(vary(scaled, **{"model.d_model": 64}), scaled) is None

@@ -77,6 +77,33 @@ def test_a_penalty_is_not_a_decay() -> None:
     resolve(tiny(), [], ["--optim.optimizer.kind=adam", "--optim.optimizer.weight_decay=500"])
 
 
+RAMPED = [
+    "--data.batch_size=32",
+    "--data.batch_stages=[{start_batch=2, batch_size=64}, {start_batch=4, batch_size=128}]",
+]
+RAMP = "optim.ramp_lr='linear' at data.batch_stages.1.batch_size, 4,"
+
+
+def test_the_largest_batch_of_a_ramp_is_what_must_not_turn_the_weights_over() -> None:
+    linear = [*RAMPED, "--optim.ramp_lr=linear", "--optim.optimizer.weight_decay=1"]
+    assert problems_of(*linear, "--optim.lr=0.25") == [
+        f"optim.lr=0.25 times {RAMP} times weight_decay=1.0 is 1: {OVER}"
+    ]
+    resolve(tiny(), [], [*linear, "--optim.lr=0.24"])
+    resolve(tiny(), [], [*linear, "--optim.lr=0.49", "--optim.ramp_lr=sqrt"])
+    resolve(tiny(), [], [*linear, "--optim.lr=0.9", "--optim.ramp_lr=none"])
+    falling = ["--data.batch_stages=[{start_batch=2, batch_size=8}]", "--optim.ramp_lr=linear"]
+    assert problems_of(*falling, "--optim.lr=10") == [f"optim.lr=10.0 times weight_decay=0.1 is 1: {OVER}"]
+
+
+def test_a_ramp_takes_independent_decay_with_it() -> None:
+    ramped = [*RAMPED, "--optim.ramp_lr=linear", "--optim.decay=independent"]
+    assert problems_of(*ramped, "--optim.optimizer.weight_decay=0.03") == [
+        f"optim.optimizer.weight_decay=0.03 times {RAMP} {SHARE}; it must be below 0.1, and 1e-4 is usual"
+    ]
+    resolve(tiny(), [], [*ramped, "--optim.optimizer.weight_decay=0.02"])
+
+
 def test_an_epsilon_for_a_role_whose_rule_has_none_is_told() -> None:
     assert problems_of("--optim.optimizer.kind=lion", "--optim.roles.norm.eps=2") == [
         "optim.roles.norm.eps=2.0 has no effect: optim.optimizer.kind='lion' has no epsilon; leave it 1"

@@ -193,6 +193,11 @@ def test_a_broken_rule_is_told_with_its_numbers(flags: list[str], problems: list
     assert [problem.partition(": ")[2] for problem in caught.value.problems] == problems
 
 
+@pytest.mark.parametrize("kind", ["constant", "inverse_sqrt", "power"])
+def test_a_schedule_that_needs_no_end_may_be_bounded_by_time(kind: str) -> None:
+    resolve(tiny(), [], [f"--optim.schedule.kind={kind}", "--bound.kind=hours", "--bound.hours=2"])
+
+
 def test_a_rule_points_at_the_setting_that_was_given_and_not_at_the_recipe() -> None:
     with pytest.raises(ConfigError, match=r"^--model.attention.num_heads: model.attention.num_heads=7 is not"):
         resolve(tiny(), [], ["--model.attention.num_heads", "7"])

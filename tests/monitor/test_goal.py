@@ -11,6 +11,7 @@ from surefoot.monitor.console import ConsoleWatcher
 from surefoot.monitor.facts import RunFacts
 from surefoot.monitor.report import write_report
 from surefoot.monitor.run import Run
+from surefoot.monitor.sentences import sentence
 from surefoot.monitor.step_report import StepReport
 from surefoot.monitor.store import RunStore
 from surefoot.monitor.summary import summarise
@@ -39,6 +40,22 @@ def test_the_console_counts_down_the_time_and_then_the_steps(timed: RunFacts) ->
     assert said == "The decay begins at step 8, so that the run ends with its bound: at step 10."
     assert second.startswith("step 9/10  ")
     assert "ETA 0" in second or "ETA 1" in second or "ETA 2" in second
+
+
+@pytest.mark.parametrize(
+    ("length", "asked", "told"),
+    [
+        (2.4, 2, "The decay begins at step 8, so that the run ends with its bound: at step 10."),
+        (
+            22,
+            1500,
+            "The time of the bound does not suffice: its decay is cut from 1,500 to 22 steps, which begin at step 8; the run ends at step 10.",
+        ),
+        (0.0, 0, "The time of the bound is over: the run ends at step 10."),
+    ],
+)
+def test_what_the_clock_decided_is_said_as_it_is(length: float, asked: int, told: str) -> None:
+    assert sentence("horizon", {"step": 8, "last_step": 10, "decay_steps": length, "decay_asked": asked}) == told
 
 
 def bounded(folder: Path, timed: RunFacts, *, decided: bool) -> Run:

@@ -9,7 +9,7 @@ import pytest
 from surefoot.config.optim import WSD, Constant, Cosine, InverseSqrt, Linear, OneMinusSqrt, OptimConfig, Power
 from surefoot.config.ramp import ramp_factor
 from surefoot.guard.lr_change import LrChange
-from surefoot.optim.schedule import decay_begins, landing, lr_at, lr_factor
+from surefoot.optim.schedule import Landing, decay_begins, decay_steps, landing, landing_within, lr_at, lr_factor
 
 PEAK, WARMUP, STEPS = 2e-3, 10, 100
 
@@ -174,12 +174,34 @@ def test_the_new_schedules_too_stay_below_the_warm_up(schedule: Schedule, warmup
 @pytest.mark.parametrize("schedule", [WSD(), WSD(decay_fraction=0.37), WSD(decay_steps=12)])
 @pytest.mark.parametrize("step", [1, 7, 100, 1234])
 def test_a_decay_that_begins_now_begins_now_and_ends_at_its_landing(schedule: WSD, step: int) -> None:
-    last = landing(schedule, step)
+    end = landing(schedule, step)
+    last = end.last_step
+    assert end.decay_steps == decay_steps(schedule, last)
     assert step <= decay_begins(schedule, last) < step + 1
     config = OptimConfig(lr=PEAK, schedule=schedule, warmup_steps=0)
     assert lr_at(step - 1, config, last) == PEAK
     assert lr_at(step + 1, config, last) < PEAK
     assert lr_at(last - 1, config, last) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", [WSD(decay_fraction=0.5), WSD(decay_steps=50)])
+def test_a_decay_without_time_is_cut_to_the_time_there_is_and_to_no_less_than_a_step(schedule: WSD) -> None:
+    assert [landing_within(schedule, 50, left) for left in (90, 50, 49)] == [landing(schedule, 50)] * 3
+    assert [landing_within(schedule, 50, left) for left in (48, 2, 1, 0)] == [
+        Landing(98, 48),
+        Landing(52, 2),
+        Landing(51, 1),
+        Landing(51, 1),
+    ]
+    config = OptimConfig(lr=PEAK, schedule=schedule, warmup_steps=0)
+    rates = [lr_at(step, config, 54, 4) for step in range(48, 54)]
+    assert rates == pytest.approx([PEAK, PEAK, 0.75 * PEAK, 0.5 * PEAK, 0.25 * PEAK, 0.0], abs=1e-12)
+
+
+def test_a_share_is_of_the_steps_after_those_that_the_weights_had_before() -> None:
+    assert landing(WSD(decay_fraction=0.25), 115, 100) == Landing(120, 5.0)
+    assert landing(WSD(decay_fraction=0.25), 100, 100) == Landing(101, 0.25)
+    assert landing(WSD(decay_steps=9), 115, 100) == Landing(124, 9)
 
 
 def test_a_ramp_of_the_batch_moves_the_rate_by_its_root_or_in_proportion() -> None:

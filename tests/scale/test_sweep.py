@@ -2,10 +2,14 @@
 
 import json
 import math
+import shlex
+from html import escape
 from pathlib import Path
 
 import pytest
 
+from surefoot.cli.train_args import parse_train_args
+from surefoot.config.codec import resolve
 from surefoot.config.errors import ConfigError
 from surefoot.config.fingerprint import fingerprint
 from surefoot.recipes.tiny import tiny
@@ -17,13 +21,15 @@ from surefoot.scale.sweep_axes import (
 from surefoot.scale.sweep_axes import (
     Combination,
     combine,
+    common_fingerprint,
+    common_flags,
     flags_of,
     read_axes,
     settings_of,
     short_names,
     split_values,
 )
-from surefoot.scale.sweep_page import sweep_page
+from surefoot.scale.sweep_page import best_command, sweep_page
 from surefoot.scale.sweep_score import Score, score
 from surefoot.scale.sweep_table import leaf_rows, setting_heads, setting_rows
 from surefoot.scale.trials import TrialResult
@@ -133,15 +139,59 @@ def test_values_that_look_alike_in_a_name_do_not_share_a_folder() -> None:
     assert len({each.name for each in found}) == 4
 
 
+NEAR = (0.0012345671, 0.0012345672)
+
+
+def test_values_alike_to_six_digits_share_neither_name_nor_flags_nor_place_in_a_table() -> None:
+    found = grid(f"optim.lr={NEAR[0]},{NEAR[1]},0.001")
+    assert [each.name.startswith("lr=0.00123457,seed=0-") for each in found] == [True, True, False]
+    assert len({each.name for each in found}) == 3
+    assert grid(f"optim.lr={NEAR[1]}")[0].name == found[1].name, "whatever it is tried with"
+    assert [flags_of(each.values) for each in found][:2] == [f"--optim.lr {lr!r}" for lr in NEAR]
+    scored = score(found, {each.name: result(each.name, 2.0 + n) for n, each in enumerate(found)})
+    assert [(leaf.text, leaf.mean) for leaf in scored.leaf("optim.lr")] == [
+        ("0.001", 4.0),
+        ("0.0012345671", 2.0),
+        ("0.0012345672", 3.0),
+    ]
+
+
+def test_sweeps_of_one_recipe_are_told_apart_by_what_all_their_runs_have(tmp_path: Path) -> None:
+    over = tmp_path / "over.toml"
+    over.write_text("steps = 40\n")
+    alone = common_fingerprint(tiny(), [], [])
+    assert alone == fingerprint(tiny())
+    in_file, as_flag = common_fingerprint(tiny(), [over], []), common_fingerprint(tiny(), [], ["--steps", "40"])
+    assert alone != in_file == as_flag
+    # flags that are a mistake without what is varied
+    wider = [common_fingerprint(tiny(), [], ["--model.d_model", width]) for width in ("66", "66", "67")]
+    assert wider[0] == wider[1] != wider[2]
+    written = common_fingerprint(tiny(), [over], ["--model.d_model=66"])
+    over.write_text("steps = 41\n")
+    assert written != common_fingerprint(tiny(), [over], ["--model.d_model=66"])
+
+
+def test_the_best_is_told_with_what_all_runs_have(tmp_path: Path) -> None:
+    over = tmp_path / "over it.toml"
+    over.write_text("steps = 40\n")
+    flags = ["--optim.warmup_steps", "3", "--data.cache_dir=it's"]
+    axes = read_axes(["optim.lr=0.00123456789"], drawn=False)
+    combinations = combine(tiny(), [over], flags, axes, settings_of(axes, 0, 0), 1)
+    found = score(combinations, {each.name: result(each.name, 1.0) for each in combinations})
+    assert found.best is not None
+    common = common_flags([over], flags)
+    sweep = Sweep(recipe="tiny", combinations=combinations, folder=tmp_path, command="surefoot sweep", common=common)
+    told = best_command(found.best, "tiny", common)
+    assert to_facts(sweep, found)["best"]["flags"] == told.removeprefix("surefoot train tiny ")
+    assert escape(told) in sweep_page(found, title="Sweep", recipe="tiny", command="c", common=common)
+    assert parse_train_args(shlex.split(told)[2:]).config == combinations[0].config
+
+
 def test_names_are_as_short_as_tells_them_apart() -> None:
     assert short_names(["optim.lr", "optim.roles.norm.lr", "steps"]) == ["optim.lr", "norm.lr", "steps"]
 
 
 def test_flags_read_back_as_the_same_config() -> None:
-    import shlex
-
-    from surefoot.config.codec import resolve
-
     for each in grid("optim.lr=1e-5,0.00123", "data.cache_dir=it is,b", "optim.optimizer.kind=muon"):
         assert resolve(tiny(), [], shlex.split(flags_of(each.values))) == each.config
 

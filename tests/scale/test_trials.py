@@ -5,16 +5,20 @@ import json
 import math
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from surefoot.config.errors import ConfigError
-from surefoot.config.run import RunConfig
+from surefoot.config.optim import WSD
+from surefoot.config.run import ByHours, BySteps, ByTokens, RunConfig
 from surefoot.monitor.run import Run
 from surefoot.parallel.fork_launch import run_ranks
 from surefoot.proof.rehearsal import rehearse_on_rank
+from surefoot.scale import trial_setup
 from surefoot.scale import trials as module
 from surefoot.scale.children import Outcome, Work, call_in_child, run_children
 from surefoot.scale.trial_run import Measured
@@ -143,6 +147,54 @@ def test_an_interrupted_trial_goes_on_where_it_was(short: RunConfig, vary: Vary,
     results = run_trials(listed, tmp_path)
     assert attempts(tmp_path, "one") == 2
     assert results[0] == dataclasses.replace(results[1], name="one", seconds=results[0].seconds)
+
+
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("slow", ["_prepare", "_decide"])
+def test_what_is_prepared_is_left_at_once_and_its_processes_ended(
+    short: RunConfig,
+    vary: Vary,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    slow: str,
+    asked: signal.Signals,
+) -> None:
+    parent, note = os.getpid(), tmp_path / "pids"
+
+    def linger(*_: object) -> None:
+        started = subprocess.Popen(["sleep", "60"])
+        note.write_text(f"{os.getpid()} {started.pid}")
+        os.kill(parent, asked)
+        time.sleep(60)
+
+    monkeypatch.setattr(trial_setup, slow, linger)
+    begun = time.monotonic()
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as caught:
+        run_trials([Trial(name="a", config=vary(short, **{"parallel.precision": "auto"}))], tmp_path / "trials")
+    assert time.monotonic() - begun < 20
+    assert isinstance(caught.value, KeyboardInterrupt if asked == signal.SIGINT else SystemExit)
+    assert getattr(caught.value, "code", 75) == 75
+    for pid in map(int, note.read_text().split()):
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    assert not (tmp_path / "trials" / "a").exists()
+
+
+def test_checkpoints_of_a_budget_are_a_quarter_of_what_it_comes_to(short: RunConfig, vary: Vary) -> None:
+    cadences = [
+        trial_setup.as_trial_runs(vary(short, steps=9999, bound=bound), {}).checkpoint.every
+        for bound in (BySteps(), ByTokens(tokens=256.0 * 800), ByTokens(tokens=256.0), ByHours(hours=1.0))
+    ]
+    assert cadences == [2499, 200, 100, 100]
+
+
+def test_a_decay_longer_than_a_budget_is_told_before_anything_starts(
+    short: RunConfig, vary: Vary, tmp_path: Path
+) -> None:
+    config = vary(short, bound=ByTokens(tokens=2560.0), **{"optim.schedule": WSD(decay_steps=12)})
+    with pytest.raises(ConfigError, match=r"trial a: optim.schedule.decay_steps=12 is longer than the run"):
+        run_trials([Trial(name="a", config=config)], tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_an_unfinished_run_of_another_config_is_moved_aside(short: RunConfig, vary: Vary, tmp_path: Path) -> None:

@@ -9,19 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from surefoot.cli.fork import main as fork
 from surefoot.config.data import BatchStage, LengthStage
 from surefoot.config.errors import ConfigError
-from surefoot.config.optim import WSD
+from surefoot.config.optim import WSD, Constant, InverseSqrt, Power
 from surefoot.config.run import ByFlops, ByHours, ByMoney, ByTokens, RunConfig
 from surefoot.monitor.compare import compare
 from surefoot.monitor.run import Run
+from surefoot.monitor.store import RunStore
 from surefoot.monitor.summary import summarise
 from surefoot.optim.schedule import lr_at
 from surefoot.parallel.fork_launch import run_ranks
 from surefoot.parallel.mesh import World
 from surefoot.proof.rehearsal import Crashed, Rehearsed, Script, rehearse
+from surefoot.train import loop
 from surefoot.train.budget import OPEN_END, batches_until, bound_seconds, planned_steps, steps_of, total_until
 from surefoot.train.dry_run import dry_run
+from surefoot.train.horizon import Horizon
 from surefoot.train.setup import set_up
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"), mesh=None)
@@ -201,6 +205,77 @@ def test_time_of_earlier_attempts_counts(config: RunConfig, vary: Vary, tmp_path
 def timed_on(rank: int, world: int, config: RunConfig, folder: Path) -> Rehearsed:
     # the other rank's clock runs twice as fast, and decides nothing
     return rehearse(config, folder, clock=Ticks(1.0 + rank))
+
+
+def test_a_decay_that_does_not_fit_is_cut_and_stays_so_through_resumes_and_rollbacks(
+    config: RunConfig, vary: Vary, tmp_path: Path
+) -> None:
+    config = timed(config, vary, 20.0, WSD(decay_steps=150))
+    whole = rehearse(config, tmp_path / "whole", clock=Ticks(1.0))
+    run = Run(tmp_path / "whole")
+    [row] = run.ledger.of_kind("horizon")
+    length = row["decay_steps"]
+    assert (whole.reason, row["last_step"] - row["step"], row["decay_asked"]) == ("done", length, 150)
+    assert length >= 12, "a pace of one batch is not yet one"
+    assert run.metrics()["perf/train_s"][-1] == 20.0
+    rates = run.metrics()["train/lr"].tolist()
+    assert rates == [lr_at(step, config.optim, whole.step, length) for step in range(whole.step)]
+    assert rates[row["step"] - 1] == config.optim.lr
+    assert rates[-1] == 0.0
+    at = row["step"]
+    assert rehearse(config, tmp_path / "parts", Script(stop_after=at + 3), clock=Ticks(1.0)).reason == "stopped"
+    assert rehearse(config, tmp_path / "parts", clock=Ticks(0.03)).digests == whole.digests
+    back = rehearse(config, tmp_path / "back", Script(rollback_after=at + 3, rollback_to=at - 2), clock=Ticks(1.0))
+    assert Run(tmp_path / "back").attempts[-1].from_batch < at
+    assert back.digests == whole.digests
+
+
+def test_a_run_that_is_resumed_after_its_time_decays_in_one_step(config: RunConfig, vary: Vary, tmp_path: Path) -> None:
+    config = timed(config, vary, 20.0)
+    assert rehearse(config, tmp_path / "run", Script(stop_after=9), clock=Ticks(1.0)).step == 10
+    last = rehearse(config, tmp_path / "run", clock=Ticks(1.0, 99.0))
+    [row] = Run(tmp_path / "run").ledger.of_kind("horizon")
+    assert (last.step, row["step"], row["decay_steps"], row["decay_asked"]) == (12, 11, 1, 3)
+
+
+@pytest.mark.parametrize("schedule", [Constant(), InverseSqrt(), Power()])
+def test_a_schedule_without_an_end_ends_when_the_time_is_over(
+    config: RunConfig, vary: Vary, tmp_path: Path, schedule: Constant | InverseSqrt | Power
+) -> None:
+    config = vary(timed(config, vary, 12.5), **{"optim.schedule": schedule, "eval.every": 0})
+    done = rehearse(config, tmp_path / "run", clock=Ticks(1.0))
+    run = Run(tmp_path / "run")
+    assert (done.reason, done.step, run.ledger.horizon) == ("done", 13, 13)
+    assert run.metrics()["train/lr"].tolist() == [lr_at(step, config.optim, OPEN_END) for step in range(13)]
+    assert rehearse(config, tmp_path / "run", clock=Ticks(1.0)).step == 13
+
+
+def test_a_row_that_does_not_say_how_long_its_decay_is_means_what_it_did(
+    config: RunConfig, vary: Vary, tmp_path: Path
+) -> None:
+    config = timed(config, vary, 1000.0)
+    assert rehearse(config, tmp_path / "run", Script(stop_after=8), clock=Ticks(1.0)).step == 9
+    with RunStore(tmp_path / "run", print) as store:
+        store.record("horizon", step=9, batch_index=8, last_step=12, train_s=9.0)
+    assert rehearse(config, tmp_path / "run", clock=Ticks(1.0)).step == 12
+    rates = Run(tmp_path / "run").metrics()["train/lr"].tolist()
+    assert rates == [lr_at(step, config.optim, 12) for step in range(12)]
+
+
+def test_the_decay_of_a_fork_is_a_share_of_its_own_steps(
+    config: RunConfig, vary: Vary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearse(vary(config, **{"optim.schedule": WSD(decay_steps=1)}), tmp_path / "run")
+    monkeypatch.setattr(loop, "Horizon", lambda *words: Horizon(*words[:3], Ticks(1.0)))
+    sets = ["bound.kind=hours", f"bound.hours={20 / 3600}", "optim.schedule.decay_steps=0"]
+    words = [word for each in [*sets, "optim.schedule.decay_fraction=0.25"] for word in ("--set", each)]
+    assert fork([str(tmp_path / "run"), "--at", "20", *words, "--run", str(tmp_path / "fork")]) == 0
+    branch = Run(tmp_path / "fork")
+    [row] = branch.ledger.of_kind("horizon")
+    assert (row["step"], row["last_step"], row["decay_steps"]) == (35, 40, 5.0)
+    rates = [step["train/lr"] for step in branch.rows]
+    falling = [config.optim.lr * (1 - (n + 1) / 5) for n in range(5)]
+    assert rates == pytest.approx([config.optim.lr] * 15 + falling, abs=1e-15)
 
 
 def test_rank_zero_decides_for_all(config: RunConfig, vary: Vary, tmp_path: Path) -> None:

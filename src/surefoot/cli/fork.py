@@ -1,19 +1,22 @@
 """``surefoot fork``: a new run from a checkpoint of another, with changed settings."""
 
 import argparse
+import math
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surefoot.cli import exit_codes
 from surefoot.cli.run_folder import run_folder
 from surefoot.config.codec import from_toml, resolve
-from surefoot.config.diff import diff
+from surefoot.config.diff import ABSENT, diff
 from surefoot.config.errors import ConfigError
 from surefoot.config.fingerprint import fingerprint
-from surefoot.config.optim import WSD
+from surefoot.config.optim import WSD, OptimConfig
 from surefoot.config.run import BySteps, RunConfig
-from surefoot.optim.schedule import decay_begins
+from surefoot.model.role_scaling import multipliers
+from surefoot.optim.schedule import decay_begins, decay_steps
 
 if TYPE_CHECKING:  # help must answer at once, and reading runs takes numpy
     from surefoot.guard.ledger import Checkpoint
@@ -42,8 +45,11 @@ def main(argv: Sequence[str]) -> int:
     before = from_toml(RunConfig, args.parent / "config.toml")
     config = resolve(before, [], flags(args.sets))
     checkpoint = find_checkpoint(parent, args.at)
-    if (problem := too_short(config, before, checkpoint.step, parent.ledger.horizon)) is not None:
-        raise ConfigError([problem])
+    ledger = parent.ledger
+    ending = too_short(config, before, checkpoint.step, ledger.horizon, ledger.decay_steps)
+    problems = [ending, another_function(config, before)]
+    if found := [problem for problem in problems if problem is not None]:
+        raise ConfigError(found)
     folder = args.run or args.parent.with_name(f"{parent.name}-at-{checkpoint.step:06d}-{fingerprint(config)[:6]}")
     from surefoot.cli.session import run_to_end, say_finished
     from surefoot.cli.train import move_aside_once
@@ -58,10 +64,10 @@ def main(argv: Sequence[str]) -> int:
     return run_to_end(config, folder, as_json=args.json, fork=fork)
 
 
-def too_short(config: RunConfig, before: RunConfig, at: int, parent_end: int) -> str | None:
-    """What is wrong with the end of a fork that starts after ``at`` steps: over already, or a decay that it is too late to begin.
+def too_short(config: RunConfig, before: RunConfig, at: int, parent_end: int, parent_decay: float = 0.0) -> str | None:
+    """What is wrong with the end of a fork that starts after ``at`` steps: over already, or a decay that it is too late to begin or to leave.
 
-    ``parent_end``: the last step that the parent's clock decided, 0 where it did not.
+    ``parent_end``, ``parent_decay``: the last step and the updates of decay that the parent's clock decided, 0 where it did not.
     """
     from surefoot.train.budget import OPEN_END, steps_of
 
@@ -75,17 +81,69 @@ def too_short(config: RunConfig, before: RunConfig, at: int, parent_end: int) ->
         more = "steps=N" if isinstance(config.bound, BySteps) else f"bound.{config.bound.kind}=N"
         return f"{asked}: the fork starts at step {at}; give it more with --set {more}"
     schedule = config.optim.schedule
-    if not isinstance(schedule, WSD) or steps == OPEN_END or decay_begins(schedule, steps) >= at:
-        return None
     was = steps_of(before)
     was = parent_end or was if was == OPEN_END else was
-    if before.optim == config.optim and was == steps:
-        return None  # the decay that was under way goes on
+    if steps == OPEN_END:
+        return leaves_a_decay(config, before, at, was, parent_decay)
+    if not isinstance(schedule, WSD) or decay_begins(schedule, steps) >= at:
+        return None
+    if was == steps and goes_on(config.optim, before.optim, steps, parent_decay):
+        return None
     left, key = steps - at, "optim.schedule.decay_steps" if schedule.decay_steps else "optim.schedule.decay_fraction"
     length = f"{key}={schedule.decay_steps or schedule.decay_fraction}"
     return (
         f"{length}: the decay of a run of {steps} steps begins at step {decay_begins(schedule, steps):g}, before the fork does, at step {at}, so "
         f"that its rate would jump; --set optim.schedule.decay_steps={left} begins it there"
+    )
+
+
+def goes_on(optim: OptimConfig, before: OptimConfig, steps: int, parent_decay: float) -> bool:
+    """Whether a decay that was under way goes on to the same end: the rates are the same but for the length of one step."""
+    schedule, was = optim.schedule, before.schedule
+    if not isinstance(schedule, WSD) or not isinstance(was, WSD):
+        return False
+    length = parent_decay or decay_steps(was, steps)
+    alike = replace(schedule, decay_steps=was.decay_steps, decay_fraction=was.decay_fraction)
+    return replace(optim, schedule=alike) == before and abs(decay_steps(schedule, steps) - length) < 1
+
+
+def leaves_a_decay(config: RunConfig, before: RunConfig, at: int, parent_end: int, parent_decay: float) -> str | None:
+    """What is wrong with a fork whose clock decides its decay, where the parent's, of ``parent_end`` steps, was under way after ``at``."""
+    schedule, bound = before.optim.schedule, config.bound
+    if not isinstance(schedule, WSD):
+        return None
+    length = parent_decay or decay_steps(schedule, parent_end)
+    began = math.floor(parent_end - length)
+    if began >= at:
+        return None
+    keys = ["bound.kind=steps", f"steps={parent_end}"]
+    if parent_decay:
+        keys.append(f"optim.schedule.decay_steps={round(length)}")
+    sets = " ".join(f"--set {key}" for key in keys)
+    ends = f", or let that decay go on: {sets}" if at < parent_end else ""
+    return (
+        f"bound.{bound.kind}={getattr(bound, bound.kind):g}: the parent's decay began at step {began}, before the fork does, at step {at}, and "
+        f"the fork's begins when its clock says so: until then its rate would jump back to the peak; fork --at step {began} or before{ends}"
+    )
+
+
+def another_function(config: RunConfig, before: RunConfig) -> str | None:
+    """What is wrong with a fork that multiplies by other numbers than its parent in the forward: the same weights are another function then.
+
+    At another width no matrix is taken over, so there it is right.
+    """
+    if config.model.d_model != before.model.d_model:
+        return None
+    was, now = asdict(multipliers(before.model)), asdict(multipliers(config.model))
+    changed = [f"{name} {was[name]:g} to {now[name]:g}" for name in was if was[name] != now[name]]
+    if not changed:
+        return None
+    mine = [(key, old, new) for key, old, new in diff(before, config) if key.startswith("model.")]
+    asked = ", ".join(f"{key}={new}" for key, _, new in mine if new != ABSENT)
+    back = ", ".join(f"{key}={old}" for key, old, _ in mine if old != ABSENT)
+    return (
+        f"{asked}: the forward's multipliers would change ({', '.join(changed)}), and the parent's weights would be another function; "
+        f"fork with the parent's {back}, or train anew"
     )
 
 

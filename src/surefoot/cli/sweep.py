@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from surefoot.cli import exit_codes
 from surefoot.cli.config import read_config
 from surefoot.config.errors import ConfigError
-from surefoot.config.fingerprint import fingerprint
-from surefoot.scale.sweep_axes import Combination, combine, read_axes, settings_of
+from surefoot.scale.sweep_axes import Combination, combine, common_fingerprint, common_flags, read_axes, settings_of
 
 if TYPE_CHECKING:  # help and mistakes must answer at once, and trials take torch
     from surefoot.scale.sweep_score import Score
@@ -27,14 +26,14 @@ def main(argv: Sequence[str]) -> int:
     combinations = read_combinations(args, flags)
     if "RANK" in os.environ:
         raise ConfigError(["surefoot sweep starts its own processes, --jobs at once; run it without torchrun"])
-    base = read_config(args.recipe)
-    folder = args.out or SWEEPS / f"{base.recipe}-{fingerprint(base)[:6]}"
+    base, common = read_config(args.recipe), common_flags(args.config, flags)
+    folder = args.out or SWEEPS / f"{base.recipe}-{common_fingerprint(base, args.config, flags)[:6]}"
     from surefoot.cli.session import BuildProgress
     from surefoot.cli.sweep_live import open_watch
     from surefoot.scale.sweep import PAGE_FILE, SWEEP_FILE, Sweep, run_sweep, to_facts
 
     command = shlex.join(["surefoot", "sweep", *argv])
-    sweep = Sweep(recipe=args.recipe, combinations=combinations, folder=folder, command=command)
+    sweep = Sweep(recipe=args.recipe, combinations=combinations, folder=folder, command=command, common=common)
     with open_watch(combinations, folder) as watch:
         try:
             found = run_sweep(
@@ -51,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps(to_facts(sweep, found), indent=2, allow_nan=False))
     else:
-        print(_text(found, args.recipe))
+        print(_text(found, args.recipe, common))
         print(
             f"\n{folder / PAGE_FILE} shows it, {folder / SWEEP_FILE} has it all; every run is a run folder beside them"
         )
@@ -126,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         help="TOML file laid over the recipe; repeat it",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="default: runs/sweeps/<recipe>-<six hex of its config>"
+        "--out", type=Path, metavar="FOLDER", help="default: runs/sweeps/<recipe>-<six hex of what all runs have>"
     )
     parser.add_argument(
         "--keep-checkpoints", action="store_true", help="keep the last checkpoint of every run, to sample or fork from"
@@ -135,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _text(found: "Score", recipe: str) -> str:
+def _text(found: "Score", recipe: str, common: str) -> str:
     from surefoot.proof.tables import text_table
     from surefoot.scale.sweep_page import best_command
     from surefoot.scale.sweep_table import LEAF_HEADS, SHOWN_LINES, SHOWN_VALUES, leaf_rows, setting_heads, setting_rows
@@ -149,6 +148,6 @@ def _text(found: "Score", recipe: str) -> str:
             parts.append(f"{key}\n{text_table(LEAF_HEADS, leaf_rows(values, found.best))}")
     best = found.best
     if best is not None:
-        parts.append(f"best: {best_command(best, recipe)}")
+        parts.append(f"best: {best_command(best, recipe, common)}")
     parts[-1] += "".join(f"\nnote: {text}" for text in found.remarks())
     return "\n\n".join(parts)

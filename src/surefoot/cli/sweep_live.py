@@ -16,6 +16,7 @@ from surefoot.scale.sweep_axes import Combination
 from surefoot.scale.sweep_score import Score
 from surefoot.scale.sweep_table import setting_heads, setting_rows
 from surefoot.scale.trials import TrialResult, steps_done
+from surefoot.train.budget import OPEN_END, steps_of
 
 BEST = 8
 """Settings in the live table."""
@@ -25,7 +26,8 @@ class SweepWatch:
     """Follows a sweep."""
 
     def __init__(self, combinations: Sequence[Combination], folder: Path, live: Live | None) -> None:
-        self.steps = {each.name: each.config.steps for each in combinations}
+        self.configs = {each.name: each.config for each in combinations}
+        self._last_steps: dict[str, int] = {}
         self.folder, self.live = folder, live
         self.ended: dict[str, TrialResult] = {}
         self.found: Score | None = None
@@ -42,7 +44,7 @@ class SweepWatch:
                 if result.ending == "done"
                 else f"{result.ending}: {result.reason}"
             )
-            print(f"[{len(self.ended)}/{len(self.steps)}] {result.name}: {told}", file=sys.stderr, flush=True)
+            print(f"[{len(self.ended)}/{len(self.configs)}] {result.name}: {told}", file=sys.stderr, flush=True)
 
     def tick(self, running: Sequence[str]) -> None:
         """About once a second."""
@@ -63,16 +65,22 @@ class SweepWatch:
                 table.add_row(*row)
             parts.append(table)
         parts.append(Text(self.summary(running), style="bold"))
-        parts += [Text(f"  {name}  step {steps_done(self.folder, name):,}/{self.steps[name]:,}") for name in running]
+        parts += [Text(f"  {name}  step {steps_done(self.folder, name):,}{self._of(name)}") for name in running]
         return Group(*parts)
+
+    def _of(self, name: str) -> str:
+        """The last step of a run, where it is known before its end."""
+        last = self._last_steps.setdefault(name, 0) or steps_of(self.configs[name])
+        self._last_steps[name] = last
+        return "" if last == OPEN_END else f"/{last:,}"
 
     def summary(self, running: Sequence[str]) -> str:
         """How far it is."""
-        left = len(self.steps) - len(self.ended)
+        left = len(self.configs) - len(self.ended)
         took = time.monotonic() - self.begun
         eta = f", about {duration(took / self.ran * left)} left" if self.ran and left else ""
         now = f", {len(running)} running" if running else ""
-        return f"{len(self.ended)} of {len(self.steps)} runs done{now}{eta}"
+        return f"{len(self.ended)} of {len(self.configs)} runs done{now}{eta}"
 
 
 @contextmanager

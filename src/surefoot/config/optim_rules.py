@@ -73,11 +73,8 @@ def _decoupled(role: str, at: str, weight_decay: float, optim: OptimConfig, ramp
     ]
     share = math.prod(factor for *_, factor in factors)
     if share >= 1:
-        told = [
-            each
-            for each in factors
-            if each[2] != 1.0 or each[0] == ("optim.lr",) or each[0][0].endswith("weight_decay")
-        ]
+        # What is 1 is told only of the two that are always there.
+        told = [each for each in factors if each[2] != 1.0 or each[0] in (("optim.lr",), (f"{at}.weight_decay",))]
         text = f"{' times '.join(text for _, text, _ in told)} is {share:g}"
         keys = sorted((key for keys, *_ in told for key in keys), key=lambda key: not key.endswith("weight_decay"))
         yield Rule(tuple(keys), f"{text}: one step would turn the weights over; it must be below 1")

@@ -77,7 +77,9 @@ def _horizon(row: Mapping[str, Any]) -> str:
     if length is None or asked <= length + 1:
         return f"The decay begins at step {step:,}, so that the run ends with its bound: at step {last:,}."
     cut = f"its decay is cut from {asked:,} to {several(round(length), 'step')}"
-    return f"The time of the bound does not suffice: {cut}, which begin at step {step:,}; the run ends at step {last:,}."
+    return (
+        f"The time of the bound does not suffice: {cut}, which begin at step {step:,}; the run ends at step {last:,}."
+    )
 
 
 def tone(kind: str, row: Mapping[str, Any]) -> Tone:

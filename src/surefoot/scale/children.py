@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 import torch
 import torch._dynamo  # the first step of any training imports it; here once, instead of in every child
 
+from surefoot.train.interrupt import StopRequest
+
 _READ_BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _TICK_S = 1.0
@@ -64,10 +66,11 @@ def run_children(
     stop_asked: Callable[[], bool] = lambda: False,
     on_end: Callable[[Outcome], None] = lambda outcome: None,
     on_tick: Callable[[Sequence[str]], None] = lambda running: None,
+    patience_s: float = PATIENCE_S,
 ) -> None:
     """Do every work in a child of its own, in order, ``jobs`` at once; ``on_end`` hears of each as it ends.
 
-    Once a stop is asked nothing new starts, the children get SIGTERM and ``PATIENCE_S`` to end by themselves. Children are their own
+    Once a stop is asked nothing new starts, the children get SIGTERM and ``patience_s`` to end by themselves. Children are their own
     process groups, so that Ctrl-C is the parent's to pass on; none outlives the parent.
     """
     waiting = list(works)
@@ -79,8 +82,8 @@ def run_children(
                 child = _fork(waiting.pop(0))
                 running[child.report] = child
             if stop_asked():
-                deadline = deadline or _ask_all(running) + PATIENCE_S
-                if time.monotonic() > deadline:
+                deadline = deadline or _ask_all(running) + patience_s
+                if time.monotonic() >= deadline:
                     return
             on_tick([child.work.name for child in running.values()])
             for child in _ended(running):
@@ -90,10 +93,22 @@ def run_children(
             _kill(child)
 
 
-def call_in_child(function: Callable[[], Any]) -> Any:
-    """One function's result from a child, so that the threads it starts and the devices it wakes are not the parent's. Raises what it raises."""
+def call_in_child(function: Callable[[], Any], stop: StopRequest | None = None) -> Any:
+    """One function's result from a child, so that the threads it starts and the devices it wakes are not the parent's. Raises what it raises.
+
+    Once a stop is asked the child is ended, there being nothing to save, and the caller left as ``stop.end`` leaves.
+    """
     outcomes: list[Outcome] = []
-    run_children([Work("preparation", function)], jobs=1, on_end=outcomes.append)
+    works = [Work("preparation", function)]
+    run_children(
+        works,
+        jobs=1,
+        stop_asked=lambda: stop is not None and stop.asked,
+        on_end=outcomes.append,
+        patience_s=0.0,
+    )
+    if stop is not None and stop.asked:
+        stop.end()
     if outcomes[0].exception is not None:
         raise outcomes[0].exception
     if outcomes[0].error:
@@ -191,6 +206,7 @@ def _ask_all(running: dict[int, _Child]) -> float:
 
 def _kill(child: _Child) -> None:
     os.close(child.report)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child.pid, signal.SIGKILL)
+    for kill in (os.killpg, os.kill):  # with what it started; by itself, where it is too young to lead a group
+        with contextlib.suppress(ProcessLookupError):
+            kill(child.pid, signal.SIGKILL)
     os.waitpid(child.pid, 0)

@@ -188,9 +188,17 @@ def _small(plan: Plan, reading: Reading) -> RunConfig:
     )
     optim = dataclasses.replace(config.optim, schedule=Constant(), warmup_steps=0, ramp_lr="none")
     model = dataclasses.replace(reading.model, vocab_size=min(reading.model.vocab_size, MOST_IDS))
-    log = dataclasses.replace(config.log, noise_every=0)
-    parts = {"model": model, "data": data, "optim": optim, "parallel": parallel, "log": log}
-    return dataclasses.replace(config, seed=reading.seed, steps=plan.steps, bound=BySteps(), **parts)
+    return dataclasses.replace(
+        config,
+        seed=reading.seed,
+        steps=plan.steps,
+        bound=BySteps(),
+        model=model,
+        data=data,
+        optim=optim,
+        parallel=parallel,
+        log=dataclasses.replace(config.log, noise_every=0),
+    )
 
 
 def _slopes(readings: Sequence[Reading], control: bool) -> dict[str, Slope]:

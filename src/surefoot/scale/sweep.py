@@ -9,8 +9,8 @@ from typing import Any
 
 from surefoot.data.build import Progress
 from surefoot.monitor.durable import write_atomic
-from surefoot.scale.sweep_axes import Combination, flags_of
-from surefoot.scale.sweep_page import sweep_page
+from surefoot.scale.sweep_axes import Combination
+from surefoot.scale.sweep_page import best_flags, sweep_page
 from surefoot.scale.sweep_score import Line, Score, score
 from surefoot.scale.trials import Trial, TrialResult, run_trials, to_plain
 
@@ -26,6 +26,8 @@ class Sweep:
     folder: Path
     command: str
     """That runs it, and goes on with it."""
+    common: str = ""
+    """Flags that all runs have, as ``surefoot train`` takes them."""
 
 
 def run_sweep(
@@ -62,7 +64,9 @@ def write(sweep: Sweep, found: Score) -> None:
     """The two files, each whole or not there."""
     facts = json.dumps(to_facts(sweep, found), indent=1, allow_nan=False)
     write_atomic(sweep.folder / SWEEP_FILE, facts + "\n", sync=False)
-    page = sweep_page(found, title=f"Sweep of {sweep.recipe}", recipe=sweep.recipe, command=sweep.command)
+    page = sweep_page(
+        found, title=f"Sweep of {sweep.recipe}", recipe=sweep.recipe, command=sweep.command, common=sweep.common
+    )
     write_atomic(sweep.folder / PAGE_FILE, page, sync=False)
 
 
@@ -75,7 +79,7 @@ def to_facts(sweep: Sweep, found: Score) -> dict[str, Any]:
         "keys": list(found.keys),
         "best": None
         if best is None
-        else {"values": dict(best.values), "flags": flags_of(best.values), **_spread(best)},
+        else {"values": dict(best.values), "flags": best_flags(best, sweep.common), **_spread(best)},
         "remarks": found.remarks(),
         "settings": [
             {

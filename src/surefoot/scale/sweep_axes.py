@@ -1,9 +1,11 @@
 """What a sweep varies: settings with their values or ranges, and the combinations to run. No torch, so that mistakes are told at once."""
 
+import hashlib
 import itertools
 import math
 import random
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,8 +191,8 @@ def combine(
                 {**dict(zip(names, chosen.values(), strict=True)), **({} if "seed" in chosen else {"seed": seed})}
             )
             seeded = resolve(config, [], [f"--seed={seed}"])
-            # Cut short, or told apart only by letters that a name cannot hold.
-            if name in found and found[name].config != seeded:
+            # Cut short, or told apart only by letters or digits that a name does not hold.
+            if (name in found and found[name].config != seeded) or any(map(rounded, chosen.values())):
                 name = f"{name[:140]}-{fingerprint(seeded)[:6]}"
             found[name] = Combination(name=name, values=chosen, seed=seed, config=seeded)
     if problems:
@@ -222,19 +224,40 @@ def trial_name(values: Mapping[str, Any]) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as a person types it."""
+    """A value as a person reads it."""
+    return f"{value:.6g}" if isinstance(value, float) else exact_text(value)
+
+
+def exact_text(value: Any) -> str:
+    """A value as a person types it, all its digits there."""
     if isinstance(value, float):
-        return f"{value:.6g}"
+        short = f"{value:.6g}"
+        return short if float(short) == value else repr(value)
     return value if isinstance(value, str) else toml_value(value)
+
+
+def rounded(value: Any) -> bool:
+    """Whether ``value_text`` leaves out digits."""
+    return isinstance(value, float) and float(value_text(value)) != value
 
 
 def flags_of(values: Mapping[str, Any]) -> str:
     """Values as flags to paste behind ``surefoot train RECIPE``."""
-    words = []
-    for key, value in values.items():
-        text = value_text(value)
-        words.append(f"--{key} " + (f"'{text}'" if re.search(r"[^A-Za-z0-9_.+/-]", text) else text))
-    return " ".join(words)
+    return shlex.join(word for key, value in values.items() for word in (f"--{key}", exact_text(value)))
+
+
+def common_flags(files: Sequence[Path], flags: Sequence[str]) -> str:
+    """What all runs of a sweep have, as flags to paste behind ``surefoot train RECIPE``."""
+    return shlex.join([*(word for file in files for word in ("--config", str(file))), *flags])
+
+
+def common_fingerprint(base: RunConfig, files: Sequence[Path], flags: Sequence[str]) -> str:
+    """Hex digits that tell sweeps of one recipe apart by what all their runs have, whatever is varied."""
+    try:
+        return fingerprint(resolve(base, files, flags))
+    except ConfigError:  # they make sense only with what is varied
+        parts = [fingerprint(base), *(file.read_text() for file in files), *flags]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _short(value: float) -> str:

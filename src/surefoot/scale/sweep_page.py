@@ -8,7 +8,7 @@ from pathlib import Path
 import surefoot.monitor.page as report_page
 from surefoot.recipes.index import RECIPES
 from surefoot.scale.loss_charts import COLOURS, Axis, Dot, Series, legend, loss_chart, round_numbers
-from surefoot.scale.sweep_axes import flags_of, value_text
+from surefoot.scale.sweep_axes import exact_text, flags_of, value_text
 from surefoot.scale.sweep_score import Line, Score, is_number
 from surefoot.scale.sweep_table import LEAF_HEADS, SHOWN_VALUES, leaf_rows, setting_heads, setting_rows
 
@@ -22,9 +22,9 @@ svg.losses { width: 100%; max-width: 720px; height: auto; display: block; }
 """
 
 
-def sweep_page(score: Score, *, title: str, recipe: str, command: str) -> str:
-    """The whole document."""
-    body = [f"<h1>{escape(title)}</h1>", _verdict(score, recipe)]
+def sweep_page(score: Score, *, title: str, recipe: str, command: str, common: str = "") -> str:
+    """The whole document. ``common``: flags that all runs have."""
+    body = [f"<h1>{escape(title)}</h1>", _verdict(score, recipe, common)]
     for key in score.keys:
         body += [f"<h2>Loss against {escape(key)}</h2>", leaf_chart(score, key)]
         values = score.leaf(key)
@@ -43,20 +43,26 @@ def sweep_page(score: Score, *, title: str, recipe: str, command: str) -> str:
     return "\n".join([head, *body, "</body></html>\n"])
 
 
-def _verdict(score: Score, recipe: str) -> str:
+def _verdict(score: Score, recipe: str, common: str) -> str:
     best = score.best
     remarks = "".join(f"<p>{escape(text[0].upper() + text[1:])}.</p>" for text in score.remarks())
     if best is None:
         return f'<div class="verdict warning"><b>No best setting yet.</b>{remarks}</div>'
-    flags = best_command(best, recipe)
+    flags = best_command(best, recipe, common)
     loss = f"{best.spread.mean:.4f} nats per token"
     tone = "warning" if remarks else ""
     return f'<div class="verdict {tone}"><b>Best: {loss}</b><pre>{escape(flags)}</pre>{remarks}</div>'
 
 
-def best_command(best: Line, recipe: str) -> str:
-    """The best setting as a command to paste; of a config that is no recipe, its flags."""
-    return f"surefoot train {recipe} {flags_of(best.values)}" if recipe in RECIPES else flags_of(best.values)
+def best_command(best: Line, recipe: str, common: str) -> str:
+    """The best setting, after what all runs have, as a command to paste; of a config that is no recipe, its flags."""
+    flags = best_flags(best, common)
+    return f"surefoot train {recipe} {flags}" if recipe in RECIPES else flags
+
+
+def best_flags(best: Line, common: str) -> str:
+    """What all runs have, then the best setting."""
+    return f"{common} {flags_of(best.values)}" if common else flags_of(best.values)
 
 
 def html_table(heads: Sequence[str], body: Iterable[Sequence[str]]) -> str:
@@ -72,7 +78,7 @@ def leaf_chart(score: Score, key: str) -> str:
     other = next((k for k in score.keys if k != key and 1 < len(score.leaf(k)) <= len(COLOURS)), None)
     groups: dict[str, list[tuple[float, Line]]] = {}
     for place, line in zip(places, score.lines, strict=True):
-        groups.setdefault(value_text(line.values[other]) if other else key, []).append((place, line))
+        groups.setdefault(exact_text(line.values[other]) if other else key, []).append((place, line))
     series = [_series(name, group) for name, group in groups.items()]
     told = "Each dot is a run; a line joins the best mean over seeds at each value, whatever the settings not named here are."
     names = [f"{other} = {name}" for name in groups] if other else [key]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from surefoot.scale.sweep_axes import Combination, value_text
+from surefoot.scale.sweep_axes import Combination, exact_text, value_text
 from surefoot.scale.trials import TrialResult
 
 
@@ -92,10 +92,12 @@ class Score:
         """The values of one setting, numbers in their order, words as they were given."""
         by_text: dict[str, list[Line]] = {}
         for line in self.lines:
-            by_text.setdefault(value_text(line.values[key]), []).append(line)
+            by_text.setdefault(exact_text(line.values[key]), []).append(line)
         numbers = all(is_number(lines[0].values[key]) for lines in by_text.values())
         ordered = sorted(by_text, key=lambda text: by_text[text][0].values[key]) if numbers else list(by_text)
-        return [_leaf_value(text, by_text[text]) for text in ordered]
+        short = [value_text(by_text[text][0].values[key]) for text in ordered]
+        shown = [text if short.count(less) > 1 else less for text, less in zip(ordered, short, strict=True)]
+        return [_leaf_value(told, by_text[text]) for told, text in zip(shown, ordered, strict=True)]
 
     def remarks(self) -> list[str]:
         """What to know before the best setting is believed."""

@@ -21,7 +21,8 @@ from surefoot.monitor.store import move_aside
 from surefoot.scale.children import Outcome, Work, run_children
 from surefoot.scale.trial_run import Measured, measure
 from surefoot.scale.trial_setup import as_trial_runs, data_key, decide_autos, prepare_all
-from surefoot.train.interrupt import INTERRUPTED, StopRequest
+from surefoot.train.budget import steps_of
+from surefoot.train.interrupt import StopRequest
 from surefoot.train.stock import ResumeRefused
 
 TRIAL_FILE = "trial.json"
@@ -93,15 +94,16 @@ def run_trials(
 
     ``on_done`` hears of each result, old ones first; ``on_tick`` about once a second which trials are running; ``progress`` (called in
     a child) of shards being built. A child that raises or dies is a result. Raises ConfigError, with every mistake of every trial, before
-    anything starts; DataError where data cannot be prepared. Ctrl-C lets the children save and raises KeyboardInterrupt; SIGTERM and
+    anything starts; DataError where data cannot be prepared. Ctrl-C lets the children save (what
+    is prepared before them is left at once) and raises KeyboardInterrupt; SIGTERM and
     SIGUSR1 likewise raise SystemExit(75). Call it where no other threads work and no GPU is in use yet: children are forked.
     """
     _check(trials)
     folder.mkdir(parents=True, exist_ok=True)
     found = {trial.name: read_result(folder, trial) for trial in trials}
-    with StopRequest() as stop:
+    with StopRequest("stopping; nothing is under way that would be lost") as stop:
         if None in found.values():
-            prints = prepare_all([trial.config for trial in trials], progress)
+            prints = prepare_all([trial.config for trial in trials], progress, stop)
             for trial in trials:
                 result = found[trial.name]
                 if result is not None and result.data_fingerprint != prints[data_key(trial.config)]:
@@ -110,6 +112,10 @@ def run_trials(
         for result in found.values():
             if result is not None:
                 on_done(result)
+        works = _works(list(missing.values()), folder, keep_checkpoints, stop)
+    if stop.asked:
+        stop.end()
+    with StopRequest() as stop:
 
         def ended(outcome: Outcome) -> None:
             failed = _failed(outcome, folder, missing[outcome.name]) if outcome.error else None
@@ -118,16 +124,15 @@ def run_trials(
                 found[outcome.name] = result
                 on_done(result)
 
-        works = _works(list(missing.values()), folder, keep_checkpoints)
         run_children(works, jobs=jobs, stop_asked=lambda: stop.asked, on_end=ended, on_tick=on_tick)
     if stop.asked:
-        raise KeyboardInterrupt if stop.exit_code == INTERRUPTED else SystemExit(stop.exit_code)
+        stop.end()
     return [result for trial in trials if (result := found[trial.name]) is not None]
 
 
-def _works(missing: Sequence[Trial], folder: Path, keep_checkpoints: bool) -> list[Work]:
+def _works(missing: Sequence[Trial], folder: Path, keep_checkpoints: bool, stop: StopRequest) -> list[Work]:
     """What the children do, each with nothing left to decide."""
-    decided = decide_autos([trial.config for trial in missing], folder)
+    decided = decide_autos([trial.config for trial in missing], folder, stop)
     return [
         Work(
             trial.name,
@@ -175,9 +180,18 @@ def _check(trials: Sequence[Trial]) -> None:
             )
         if names.count(trial.name) > 1:
             problems.append(f"trial {trial.name!r}: two trials have this name")
-        problems += [f"trial {trial.name}: {text}" for text in validate(trial.config, 1)]
+        problems += [f"trial {trial.name}: {text}" for text in validate(trial.config, 1) or _too_short(trial.config)]
     if problems:
         raise ConfigError(problems)
+
+
+def _too_short(config: RunConfig) -> Sequence[str]:
+    """What is wrong with the end that tokens or FLOPs come to."""
+    try:
+        steps_of(config)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def _run_one(trial: Trial, config: RunConfig, folder: Path, keep_checkpoints: bool) -> TrialResult | None:

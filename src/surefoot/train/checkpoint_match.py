@@ -14,10 +14,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from surefoot.config.codec import from_dict
-from surefoot.config.optim import OptimConfig
+from surefoot.config.optim import Adam, AdamW, OptimConfig
 from surefoot.guard.updates import Updates
 from surefoot.monitor.wording import several
+from surefoot.optim.adam import FusedAdam
 from surefoot.optim.build import optimizer_of
+from surefoot.optim.narrow_adam import NarrowAdam
 from surefoot.optim.optimizer import Rule
 from surefoot.train import manifest as manifests
 from surefoot.train.checkpoint import verify
@@ -44,14 +46,14 @@ class Taken:
     """Parameters that it does not have: they keep their initial draw."""
     restarted: tuple[tuple[int, str], ...] = ()
     """How many parameters have moments that start at zero, and why."""
-    rounded: tuple[str, ...] = ()
-    """What is held in another dtype than it was saved in."""
+    adapted: tuple[str, ...] = ()
+    """Of what was taken, what is not the same number any more: rounded to another dtype, or fitted to other betas."""
 
     def sentence(self) -> str:
         """To be said of the fork after where it began; empty where it took everything."""
         new = f"; drawn anew: {', '.join(self.drawn)}" if self.drawn else ""
         zero = "".join(f"; moments start at zero for {several(n, 'parameter')}: {why}" for n, why in self.restarted)
-        return new + zero + "".join(f"; {text}" for text in self.rounded)
+        return new + zero + "".join(f"; {text}" for text in self.adapted)
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ def take_over(folder: Path, state: TrainState, *, group: Any = None) -> Taken:
         names = set(rule.parameters) if has_second_moment else set(reasons)
         if has_second_moment:
             since[rule.kind] = int(counters["step"])
-        restarted.append((len(names), "; ".join(dict.fromkeys(reasons.values()))))
+        together = ", and its rule counts updates for all it moves" if len(reasons) < len(names) else ""
+        restarted.append((len(names), ", ".join(dict.fromkeys(reasons.values())) + together))
         zero |= {key for key in rule.tensors() if key.partition("/")[2] in names}
     remembered = state.clipping.tensors()
     if remembered.keys() & missing:
@@ -144,7 +147,8 @@ def take_over(folder: Path, state: TrainState, *, group: Any = None) -> Taken:
     state.restore_counters(counters | {"moments_since": since})
     if restarted:
         forget_update_sizes(state)
-    return Taken(tuple(drawn), tuple(restarted), tuple(_rounded(source, taken)))
+    adapted = _rounded(source, taken) + _fitted(state, before)
+    return Taken(tuple(drawn), tuple(restarted), tuple(adapted))
 
 
 def _reasons(rule: Rule, state: TrainState, before: OptimConfig, missing: set[str], drawn: list[str]) -> dict[str, str]:
@@ -164,16 +168,40 @@ def _reasons(rule: Rule, state: TrainState, before: OptimConfig, missing: set[st
 
 def _rounded(source: Source, taken: Mapping[str, Tensor]) -> list[str]:
     """Sentences about what was saved in another dtype."""
-    pairs: dict[tuple[str, str, str], None] = {}
+    said: dict[str, None] = {}
     for name, tensor in taken.items():
-        saved = source.dtype(name)
-        if saved != tensor.dtype:
+        saved, here = source.dtype(name), tensor.dtype
+        if saved != here:
             what = "weights" if name.startswith("weights/") else "moments"
-            pairs[what, str(saved).removeprefix("torch."), str(tensor.dtype).removeprefix("torch.")] = None
-    return [f"{what} taken from {saved} to {here}, to the nearest" for what, saved, here in pairs]
+            nearest = "" if torch.promote_types(saved, here) == here else ", to the nearest"
+            said[f"{what} taken from {str(saved)[6:]} to {str(here)[6:]}{nearest}"] = None
+    return list(said)
 
 
 def forget_update_sizes(state: TrainState) -> None:
     """The guard learns anew how large updates usually are: the first from empty moments are of another size."""
     detectors = replace(state.guard.detectors, updates=Updates())
     state.guard = replace(state.guard, detectors=detectors)
+
+
+def _fitted(state: TrainState, before: OptimConfig) -> list[str]:
+    """Adam's moments as they would lie under the fork's betas, their means the same once corrected for bias; a sentence where that changed any."""
+    said: dict[str, None] = {}
+    for rule in state.optimizer.rules:
+        if not isinstance(rule, FusedAdam | NarrowAdam):
+            continue
+        was = optimizer_of(state.optimizer.settings[next(iter(rule.parameters))].role, before)
+        tensors = rule.tensors()
+        updates = state.step - state.optimizer.moments_since[rule.kind]
+        if updates == 0 or not isinstance(was, Adam | AdamW):
+            continue
+        for moment, old, new in (
+            ("exp_avg", was.beta1, rule.config.beta1),
+            ("exp_avg_sq", was.beta2, rule.config.beta2),
+        ):
+            factor = (1.0 - new**updates) / (1.0 - old**updates)
+            if factor != 1.0:
+                for name in rule.parameters:
+                    tensors[f"{moment}/{name}"].mul_(factor)
+                said[f"moments scaled to the betas of {rule.kind} here, their means kept"] = None
+    return list(said)

@@ -83,10 +83,8 @@ def begin_fork(
     name = FORKED + checkpoint.name
     if keeping.world.leads:
         partial = keeping.path(f".{name}.partial")
-        for left in (
-            partial,
-            keeping.path(name),
-        ):  # of a command that ended before it had begun, and another parent's maybe
+        # What a command left that ended before it had begun is another parent's, maybe.
+        for left in (partial, keeping.path(name)):
             shutil.rmtree(left, ignore_errors=True)
         shutil.copytree(source, partial)
         partial.rename(keeping.path(name))
