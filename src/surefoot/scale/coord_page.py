@@ -19,7 +19,7 @@ TITLES = {
     "logits": "Output logits",
 }
 _TONES = {"flat": "", "not_flat": " bad", "inconclusive": " warning"}
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 480, 220, 52, 10, 10, 28
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 480, 230, 52, 14, 10, 38
 _STYLE = """
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 12px; }
 svg.coordinates { width: 100%; background: var(--card); border-radius: 6px; }
@@ -39,7 +39,7 @@ def coordinate_page(check: CoordinateCheck) -> str:
     body = [
         f"<h1>Coordinate check: {name}</h1>",
         f"<p>How far {check.plan.steps} updates at a rate of {check.plan.config.optim.lr:g} move each activation of a model: mean absolute change "
-        f"since initialisation, on the batch trained on, over {check.plan.seeds} seeds. Level lines mean that what was tuned at one size holds at "
+        f"since initialisation, on the batch trained on; seeds: {check.plan.seeds}. Level lines mean that what was tuned at one size holds at "
         "the next. Both axes are logarithmic; pale lines are earlier steps, dots the seeds of the last.</p>",
         f'<div class="verdict{_TONES[check.verdict]}"><b>{check.verdict.replace("_", " ")}</b>{told}</div>',
         *(part for axis in check.axes for part in _section(check, axis)),
@@ -136,8 +136,9 @@ def _panel(readings: Sequence[Reading], name: str, span: tuple[int, int], unit: 
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">1e{power}</text>')
     for size in sizes:
         x = at(size, 10.0 ** span[0])[0]
-        parts.append(f'<text x="{x}" y="{_HEIGHT - 10}" text-anchor="middle">{size}</text>')
-    parts.append(f'<text x="{_LEFT}" y="{_HEIGHT - 10}" text-anchor="end" dx="-14">{unit}</text><g class="{css}">')
+        parts.append(f'<text x="{x}" y="{_HEIGHT - 20}" text-anchor="middle">{size}</text>')
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    parts.append(f'<text x="{middle}" y="{_HEIGHT - 5}" text-anchor="middle">{unit}</text><g class="{css}">')
     steps = len(_changes(readings[0], name))
     for step in range(steps):
         points = []
