@@ -30,7 +30,7 @@ def evaluated(rank: int, world: int, config: RunConfig, num_rows: int) -> list[D
     here = join_world(config.parallel)
     setup, state = set_up(config, here)
     data = TrainingData.open(config, prepare(config.data))
-    return [evaluate(state.model, setup, rows, num_rows) for rows in data.held_out]
+    return [evaluate(setup, rows, num_rows) for rows in data.held_out]
 
 
 def assert_same(one: list[DomainLoss], other: list[DomainLoss]) -> None:
@@ -62,7 +62,7 @@ def test_bits_per_byte_is_the_length_of_a_full_code_over_the_bytes_of_the_text(
             text_bytes += stop - start - 1  # a token is a byte of text; the last one is the end of the document
         files = [path.read_bytes() for path in (corpus[0] / rows.name).glob("*.txt")]
         assert 0 < text_bytes < sum(map(len, files))
-        found = evaluate(state.model, setup, rows, 0)
+        found = evaluate(setup, rows, 0)
         assert (found.num_targets, found.num_bytes) == (predicted, text_bytes)
         assert found.loss == pytest.approx(nats / predicted, rel=FP64_ORDER)
         code_nats = nats + rows.num_documents * math.log(257)
@@ -77,7 +77,7 @@ def test_the_loss_is_over_the_predicted_tokens_which_need_not_be_as_many_as_byte
         with torch.no_grad():
             logits = state.model(*map(torch.from_numpy, arrays))
         mean = torch.nn.functional.cross_entropy(logits[0], torch.from_numpy(batch.targets_BT[0]), ignore_index=-100)
-        found = evaluate(state.model, setup, rows, 1)
+        found = evaluate(setup, rows, 1)
         assert found.num_targets == batch.num_targets != found.num_bytes
         assert found.loss == pytest.approx(float(mean), rel=FP64_ORDER)
 
@@ -103,11 +103,11 @@ def test_the_cadence_evaluates_its_rows_of_every_domain_and_leaves_no_trace(conf
     setup, state = set_up(config, ALONE)
     data = TrainingData.open(config, prepare(config.data))
     before, draws = digest_tensors(state.tensors()), torch.get_rng_state()
-    metrics = cadence_metrics(state.model, setup, data)
+    metrics = cadence_metrics(setup, data)
     assert digest_tensors(state.tensors()) == before
     assert torch.equal(torch.get_rng_state(), draws)
     for rows in data.held_out:
-        found = evaluate(state.model, setup, rows, config.eval.rows)
+        found = evaluate(setup, rows, config.eval.rows)
         assert metrics[f"eval/{rows.name}/loss"] == found.loss
         assert metrics[f"eval/{rows.name}/bits_per_byte"] == found.bits_per_byte
     assert len(metrics) == 2 * len(data.held_out)

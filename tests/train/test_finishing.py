@@ -31,8 +31,8 @@ def test_the_end_is_measured_on_all_held_out_rows_whatever_the_cadence_takes(con
         assert (end["step"], end["batch_index"]) == (0, 0)
         for rows in run.data.held_out:
             assert rows.num_rows > 1
-            whole = evaluate(run.state.model, run.setup, rows, 0)
-            assert end["loss"][rows.name] == whole.loss != evaluate(run.state.model, run.setup, rows, 1).loss
+            whole = evaluate(run.setup, rows, 0)
+            assert end["loss"][rows.name] == whole.loss != evaluate(run.setup, rows, 1).loss
             assert end["bits_per_byte"][rows.name] == whole.bits_per_byte
             assert whole.num_bytes == rows.num_bytes
     assert Run(tmp_path / "run").status().state == "finished"

@@ -250,7 +250,7 @@ def found_on(rank: int, world: int, config: RunConfig, folder: Path) -> tuple[Ev
         recent = Recent(applied=Applied(4, 3.5, 1.5), known=True)
         evidence = investigate(judged, 5, recent, run.state, run.setup, run.data, run.keeping)
         after = train_step(run.state, run.data.loader.batch(6, (), rank, world), run.setup)
-        losses = token_losses(run.state, batch, run.setup)
+        losses = token_losses(batch, run.setup)
         return evidence, [after.signals.loss, after.signals.gradient_norm, float(losses.sum())]
 
 

@@ -234,7 +234,7 @@ def probed(rank: int, world: int, config: RunConfig) -> tuple[ProbeSignals, floa
     setup, state, data, lr = after_steps(config, here)
     probe = take_probe(state, setup, probe_rows(data, setup), lr)
     after = train_step(state, data.loader.batch(3, (), rank, world), setup).signals.loss
-    return probe, after, evaluate(state.model, setup, data.held_out[0], 4).loss
+    return probe, after, evaluate(setup, data.held_out[0], 4).loss
 
 
 def flat(probe: ProbeSignals) -> list[float]:

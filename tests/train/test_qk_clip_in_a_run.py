@@ -184,7 +184,7 @@ def test_evaluation_probes_and_replays_are_not_watched(clipped: RunConfig, loade
         raise AssertionError("watched")
 
     setup.qk_clip.maxima.see = refuse
-    evaluate(state.model, setup, data.held_out[0], 4)
+    evaluate(setup, data.held_out[0], 4)
     take_probe(state, setup, probe_rows(data, setup), lr)
     setup.forward_backward(split(loader.batch(1), setup), 100)
     assert torch.equal(setup.qk_clip.maxima.largest_LN, kept)

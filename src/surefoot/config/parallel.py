@@ -32,11 +32,64 @@ class LossScaleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """Layout, precision and compilation. The number of ranks comes from the launcher (torchrun)."""
+class PipelineConfig:
+    """How the stages of a pipeline are cut and run, where ``parallel.pp`` is above 1."""
 
-    data_parallel: Literal["ddp", "fsdp"] = "ddp"
-    """Several ranks: ddp keeps a replica on each, fsdp shards weights, gradients and moments (FSDP2)."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"] = "1f1b"
+    """GPipe (arXiv:1811.06965); 1F1B and interleaved 1F1B (arXiv:2104.04473 section 2.2); interleaved zero bubble and ZBV
+    (arXiv:2401.10241, arXiv:2405.15362); DualPipeV (DeepSeek-V3, arXiv:2412.19437 section 3.2.1, cut in half)."""
+    stages_per_rank: int = 0
+    """Stages on each rank; 0 is what the schedule is for: 1 under gpipe and 1f1b, else 2."""
+    layers: tuple[int, ...] = ()
+    """Layers of every stage, in order; empty shares them out evenly, the first stages taking what is left over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NcclAxis:
+    """What NCCL may take of a GPU for one axis's collectives. Nothing on a CPU."""
+
+    max_ctas: int = 0
+    """Most streaming multiprocessors that a collective of this axis runs on (NCCL's maxCTAs); 0 leaves it to NCCL."""
+    high_priority: bool = False
+    """Run on a high-priority stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NcclConfig:
+    """Options of NCCL's communicators by axis."""
+
+    data: NcclAxis = NcclAxis()
+    """Gathering weights and reducing gradients."""
+    cp: NcclAxis = NcclAxis()
+    tp: NcclAxis = NcclAxis()
+    pp: NcclAxis = NcclAxis()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Layout, precision and compilation. The number of ranks comes from the launcher (torchrun); those that pp, cp and tp leave are
+    data parallel."""
+
+    data_parallel: Literal["ddp", "zero1", "zero2", "fsdp"] = "ddp"
+    """What data-parallel ranks share out (arXiv:1910.02054): ddp nothing, each keeps a replica; zero1 moments and master weights; zero2
+    gradients too, from micro-batch to micro-batch; fsdp (ZeRO-3) weights too, gathered block by block in forward and backward."""
+    shard_size: int = 0
+    """Data-parallel ranks that share one copy of the weights; fewer than there are is HSDP, replicas of shards. 0 is all."""
+    tp: int = 1
+    """Tensor parallel ranks (arXiv:1909.08053), with sequence parallel norms (arXiv:2205.05198) and a vocabulary-parallel loss."""
+    pp: int = 1
+    """Pipeline parallel ranks."""
+    pipeline: PipelineConfig = PipelineConfig()
+    cp: int = 1
+    """Context parallel ranks, which share out the tokens of a row."""
+    cp_attention: Literal["ring", "all_to_all"] = "ring"
+    """How queries meet the keys of other ranks: keys and values go round (arXiv:2310.01889), or heads are exchanged for tokens
+    (arXiv:2309.14509)."""
+    recompute: Literal["none", "full", "selective"] = "none"
+    """Activation checkpointing of every block: full keeps only its input, selective also the results of matrix products and attention."""
+    offload: bool = False
+    """Keep master weights and moments in the host's memory and update there; needs zero1, zero2 or fsdp."""
+    nccl: NcclConfig = NcclConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is the GPU where torch sees one."""
     precision: Literal["auto", "fp32", "bf16", "bf16_pure", "fp16", "fp8", "fp64"] = "auto"

@@ -22,7 +22,7 @@ class AttentionBackend(Protocol):
     def prepare(self, documents_BT: Tensor | None, like_BTD: Tensor) -> Any:
         """The mask all layers share: a token sees itself and the earlier tokens of its own document. No documents: plain causal.
 
-        Blanked tokens (BLANK) form one document of their own: every token sees at least itself, so no softmax is empty.
+        ``like_BTD``: rows, tokens, dtype and device of what comes; its values and its last dim mean nothing. Blanked tokens (BLANK) form one document of their own: every token sees at least itself, so no softmax is empty.
         """
 
     def __call__(self, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Any) -> Tensor:

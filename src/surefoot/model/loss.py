@@ -1,6 +1,6 @@
 """Next-token cross-entropy in nats, with the output projection folded in so that all logits never exist at once."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,14 @@ class LossSums(NamedTuple):
     """Its largest value; -inf where nothing is predicted."""
     token_losses_BT: Tensor
     """Cross-entropy of each token, 0 where nothing is predicted."""
+
+
+class NextTokenLoss(Protocol):
+    """Cross-entropy of logits hidden weight^T, and its sums."""
+
+    def __call__(
+        self, hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, z_loss: float, chunk_tokens: int
+    ) -> LossSums: ...
 
 
 def next_token_loss(

@@ -1,5 +1,7 @@
 """Norms of the residual stream and of single heads."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,6 +9,11 @@ from torch import Tensor, nn
 from surefoot.config.model import ModelConfig, RMSNorm
 from surefoot.model.parts import build_custom
 from surefoot.model.role_scaling import Role
+
+
+def as_it_is(weight: Tensor) -> Tensor:
+    """The weight."""
+    return weight
 
 
 class RootMeanSquareNorm(nn.Module):
@@ -20,9 +27,12 @@ class RootMeanSquareNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(width))
+        self.read: Callable[[Tensor], Tensor] = as_it_is
+        """How the gain is read."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        gain = self.read(self.weight)
+        return F.rms_norm(x, gain.shape, gain.to(x.dtype), self.eps)
 
     def roles(self) -> dict[str, Role]:
         return {"weight": "norm"}

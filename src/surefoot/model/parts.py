@@ -22,6 +22,8 @@ class PartError(Exception):
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """Input (..., in) and weight (out, in) to input weight^T (..., out), in the dtype of the input."""
+LookUp = Callable[[Tensor, Tensor], Tensor]
+"""Token ids (B, T) and weight (V, D) to the rows of the weight (B, T, D), in the dtype of the weight."""
 
 
 def plain_product(input: Tensor, weight: Tensor) -> Tensor:
@@ -69,6 +71,7 @@ class Embedding(nn.Embedding):
     def __init__(self, vocab_size: int, d_model: int, compute_dtype: torch.dtype, gradient_share: float = 1.0) -> None:
         super().__init__(vocab_size, d_model)
         self.compute_dtype, self.gradient_share = compute_dtype, gradient_share
+        self.look_up: LookUp = F.embedding
 
     def reset_parameters(self) -> None:
         """Nothing: parameters are drawn by name, see parametrization."""
@@ -79,7 +82,7 @@ class Embedding(nn.Embedding):
             weight = (
                 weight.float()
             )  # the gradient of a frequent token is a long sum, which CPUs add up in the dtype of the weight
-        x = F.embedding(input, weight)
+        x = self.look_up(input, weight)
         if self.gradient_share != 1.0:
             x = _GradientShare.apply(x, self.gradient_share)  # type: ignore[no-untyped-call]
         return x.to(self.compute_dtype)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from surefoot.config.parallel import LossScaleConfig
 from surefoot.model.loss import LossSums
 from surefoot.optim.clip import local_part
-from surefoot.parallel.forward_backward import MicroBatch, PlainForwardBackward, WideForwardBackward
+from surefoot.parallel.forward_backward import ForwardBackward, MicroBatch
 
 
 @dataclass
@@ -74,13 +74,16 @@ class ScaledForwardBackward:
 
     def __init__(
         self,
-        inner: PlainForwardBackward | WideForwardBackward,
+        inner: ForwardBackward,
         scale: LossScale,
         parameters: Sequence[nn.Parameter],
     ) -> None:
         self.inner, self.scale, self.parameters = inner, scale, parameters
 
-    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> list[LossSums]:
+    def forward_only(self, micro_batches: Sequence[MicroBatch]) -> list[LossSums]:
+        return self.inner.forward_only(micro_batches)
+
+    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: float) -> list[LossSums]:
         scale = self.scale.value
         sums = self.inner(micro_batches, num_targets / scale)
         torch._foreach_mul_([local_part(p.grad) for p in self.parameters if p.grad is not None], 1 / scale)

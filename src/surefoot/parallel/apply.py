@@ -1,53 +1,75 @@
-"""A model made ready for its layout, in one order: precision, compile each block in place, shard or replicate, fill with initial values."""
+"""A model made ready for its layout, in one order: precision, tensor, context, recomputation, compilation in place, pipeline stages, shards or
+replicas, initial values."""
 
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from surefoot.config.parallel import ParallelConfig
-from surefoot.parallel.forward_backward import PlainForwardBackward, WideForwardBackward, sum_hook
+from surefoot.model.transformer import Transformer
+from surefoot.parallel.context import split_rows
+from surefoot.parallel.forward_backward import (
+    ForwardBackward,
+    PlainForwardBackward,
+    Rows,
+    WholeRows,
+    WideForwardBackward,
+    sum_hook,
+)
 from surefoot.parallel.mesh import EnvironmentFault, World
+from surefoot.parallel.pipeline import PipelineForwardBackward, cut_stages
 from surefoot.parallel.precision import apply_precision, policy_of
-from surefoot.parallel.shard import fill_parameters, shard_parameters
+from surefoot.parallel.recompute import recompute_blocks
+from surefoot.parallel.shard import check_placed, fill_parameters, shard_parameters
+from surefoot.parallel.tensor import cut_matrices
+
+Draw = Callable[[str, torch.Size, torch.dtype], Tensor]
+"""(name, shape, dtype) to the full initial tensor of a parameter."""
 
 
-def apply_layout(
-    model: nn.Module,
-    blocks: nn.ModuleList,
-    config: ParallelConfig,
-    world: World,
-    *,
-    draw: Callable[[str, torch.Size, torch.dtype], Tensor],
-    fixed_order: bool,
-) -> PlainForwardBackward | WideForwardBackward:
-    """Materialise a model built on the meta device under the layout, and return how it is run.
+@dataclass(frozen=True)
+class Placed:
+    """What this rank holds of a model, and how it is run."""
 
-    Raises what ``apply_precision`` raises. ``fixed_order`` keeps DDP from regrouping its buckets after the first step: a resumed process would otherwise sum in another order.
+    forward_backward: ForwardBackward
+    model: nn.Module
+    """The model, or a list of this rank's stages of it."""
+    parameters: dict[str, nn.Parameter]
+    """This rank's, by the name that they have in the whole model, in its order."""
+    blocks: dict[int, nn.Module]
+    """This rank's blocks by layer."""
+
+
+def apply_layout(model: Transformer, config: ParallelConfig, world: World, *, draw: Draw, fixed_order: bool) -> Placed:
+    """Materialise a model built on the meta device under the layout.
+
+    Raises what ``apply_precision`` raises, and ConfigError naming a parameter that no plan has placed. ``fixed_order`` keeps DDP from
+    regrouping its buckets after the first step: a resumed process would otherwise sum in another order.
     """
-    policy = policy_of(config)
     apply_precision(model, config, world.device)
+    if config.tp > 1:
+        cut_matrices(model, config, world)
+    rows = split_rows(model, config, world) if config.cp > 1 else WholeRows()
+    recompute_blocks(model, config)
     if compiles(config):
-        for block in blocks:
+        for block in model.blocks.children():
             block.compile()
-    if world.size > 1 and config.data_parallel == "fsdp":
-        shard_parameters(model, blocks, world, policy.compute, policy.reduce)
+    if config.pp > 1:
+        return _in_stages(model, config, world, rows, draw)
+    plain = world.size == 1 or (config.data_parallel == "ddp" and config.tp == 1)
+    if not plain:
+        shard_parameters(model, config, world)
     model.to_empty(device=world.device)
-    fill_parameters(dict(model.named_parameters()), draw)
-    if policy.weights != policy.reduce and (world.size == 1 or config.data_parallel == "ddp"):
-        return WideForwardBackward(model, world.size)
-    if world.size > 1 and config.data_parallel == "ddp":
-        wrapped = DistributedDataParallel(
-            model,
-            device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=fixed_order,
-        )
-        wrapped.register_comm_hook(torch.distributed.group.WORLD, sum_hook)
-        return PlainForwardBackward(wrapped)
-    return PlainForwardBackward(model)
+    parameters = dict(model.named_parameters())
+    fill_parameters(parameters, draw)
+    if not plain:
+        check_placed(parameters)
+    passes = _passes(model, config, world, rows, plain=plain, fixed_order=fixed_order)
+    return Placed(passes, model, parameters, dict(enumerate(model.blocks.children())))
 
 
 def compiles(config: ParallelConfig) -> bool:
@@ -61,3 +83,37 @@ def compiles(config: ParallelConfig) -> bool:
             "parallel.compile=on, but there is no C++ compiler (c++, g++ or clang++); install one (Debian: apt-get install g++) or use --parallel.compile off"
         )
     return False
+
+
+def _passes(
+    model: Transformer, config: ParallelConfig, world: World, rows: Rows, *, plain: bool, fixed_order: bool
+) -> ForwardBackward:
+    policy = policy_of(config)
+    if plain and policy.weights != policy.reduce:
+        return WideForwardBackward(model, rows, world.size)
+    if not plain:
+        # weights narrower than their sums would round at every micro-batch
+        each = config.data_parallel in ("zero2", "fsdp") and policy.weights == policy.reduce
+        return PlainForwardBackward(model, rows, reduce_each=each)
+    if world.size == 1:
+        return PlainForwardBackward(model, rows)
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=fixed_order,
+    )
+    wrapped.register_comm_hook(torch.distributed.group.WORLD, sum_hook)
+    return PlainForwardBackward(model, rows, wrapped=wrapped)
+
+
+def _in_stages(model: Transformer, config: ParallelConfig, world: World, rows: Rows, draw: Draw) -> Placed:
+    stages = cut_stages(model, config, world)
+    for stage in stages.modules:
+        shard_parameters(stage, config, world)
+        stage.to_empty(device=world.device)
+    fill_parameters(stages.parameters(with_copies=True), draw)
+    parameters = stages.parameters()
+    check_placed(parameters)
+    passes = PipelineForwardBackward(stages, config, world, rows)
+    return Placed(passes, nn.ModuleList(stages.modules), parameters, stages.blocks())

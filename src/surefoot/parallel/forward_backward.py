@@ -24,27 +24,60 @@ class MicroBatch(NamedTuple):
 
 
 class ForwardBackward(Protocol):
-    """Leaves the gradient of sum(objective) / ``num_targets`` in every ``.grad``, summed over micro-batches and ranks."""
+    """Passes over micro-batches of whole rows. The sums that come back are those of the whole rows, and the same on all ranks that share
+    these rows (pp, cp and tp peers)."""
 
-    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> list[LossSums]:
-        """The named sums of every micro-batch of this rank, detached."""
+    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: float) -> list[LossSums]:
+        """Leave the gradient of sum(objective) / ``num_targets``, summed over micro-batches and ranks, in every ``.grad``; the named sums
+        of every micro-batch, detached. Collective."""
+
+    def forward_only(self, micro_batches: Sequence[MicroBatch]) -> list[LossSums]:
+        """The same sums without gradients; gathered weights are let go. Collective."""
+
+
+class Rows(Protocol):
+    """How the tokens of rows lie over the ranks that share them."""
+
+    def mine(self, micro: MicroBatch) -> MicroBatch:
+        """This rank's tokens, positions and targets, in the order in which they lie here; documents stay whole."""
+
+    def whole(self, sums: Sequence[LossSums]) -> list[LossSums]:
+        """Sums of the whole rows from those of every rank's tokens, token losses in the order of the row; detached. Collective."""
+
+
+class WholeRows:
+    """Every rank has its rows whole."""
+
+    def mine(self, micro: MicroBatch) -> MicroBatch:
+        return micro
+
+    def whole(self, sums: Sequence[LossSums]) -> list[LossSums]:
+        return list(sums)
 
 
 class PlainForwardBackward:
-    """One micro-batch after the other; gradients cross ranks with the last one."""
+    """One micro-batch after the other; gradients cross ranks with the last one, or with each."""
 
-    def __init__(self, forward: nn.Module) -> None:
-        self.forward = forward
-        """The model as it is called: itself, its DDP wrapper, or sharded in place."""
+    def __init__(
+        self, model: nn.Module, rows: Rows, *, wrapped: nn.Module | None = None, reduce_each: bool = False
+    ) -> None:
+        """``wrapped``: the model's DDP wrapper, where it has one. ``reduce_each``: FSDP2 keeps no whole gradients between micro-batches."""
+        self.model, self.rows, self.forward, self.reduce_each = model, rows, wrapped or model, reduce_each
 
     def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: float) -> list[LossSums]:
         sums: list[LossSums] = []
         for index, micro in enumerate(micro_batches):
-            with _reducing(self.forward, last=index == len(micro_batches) - 1):
-                parts: LossSums = self.forward(*micro)
+            with _reducing(self.forward, last=index == len(micro_batches) - 1, each=self.reduce_each):
+                parts: LossSums = self.forward(*self.rows.mine(micro))
                 torch.autograd.backward(parts.objective / num_targets)
             sums.append(parts)
-        return sums
+        return self.rows.whole(sums)
+
+    def forward_only(self, micro_batches: Sequence[MicroBatch]) -> list[LossSums]:
+        with torch.no_grad():
+            sums = [self.model(*self.rows.mine(micro)) for micro in micro_batches]
+        reshard(self.model)
+        return self.rows.whole(sums)
 
 
 class WideForwardBackward:
@@ -53,19 +86,23 @@ class WideForwardBackward:
     DDP would add in the dtype of the weights. Its overlap of reduction and backward is given up.
     """
 
-    def __init__(self, model: nn.Module, num_ranks: int) -> None:
-        self.model, self.num_ranks = model, num_ranks
+    def __init__(self, model: nn.Module, rows: Rows, num_ranks: int) -> None:
+        self.model, self.rows, self.num_ranks = model, rows, num_ranks
+
+    def forward_only(self, micro_batches: Sequence[MicroBatch]) -> list[LossSums]:
+        with torch.no_grad():
+            return self.rows.whole([self.model(*self.rows.mine(micro)) for micro in micro_batches])
 
     def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: float) -> list[LossSums]:
         parameters = list(self.model.parameters())
         sums: list[LossSums] = []
         total: Tensor | None = None
         for micro in micro_batches:
-            parts: LossSums = self.model(*micro)
+            parts: LossSums = self.model(*self.rows.mine(micro))
             torch.autograd.backward(parts.objective / num_targets)
             sums.append(parts)
             if len(micro_batches) == self.num_ranks == 1:
-                return sums
+                return self.rows.whole(sums)
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             flat = torch.cat([grad.reshape(-1).float() for grad in grads])
             total = flat if total is None else total.add_(flat)
@@ -77,16 +114,23 @@ class WideForwardBackward:
         shares = torch.split_with_sizes(total, [p.numel() for p in parameters])
         for parameter, grad in zip(parameters, shares, strict=True):
             parameter.grad = grad.view_as(parameter).to(parameter.dtype)
-        return sums
+        return self.rows.whole(sums)
 
 
-def _reducing(forward: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-    """Hold back the gradient reduction for all but the last micro-batch."""
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered weights. After a forward without backward FSDP2 keeps the root's, and would go on using them after a restore."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _reducing(forward: nn.Module, *, last: bool, each: bool) -> AbstractContextManager[None]:
+    """Hold back the gradient reduction for all but the last micro-batch, or let ``each`` be reduced."""
     if isinstance(forward, DistributedDataParallel) and not last:
         return forward.no_sync()
     if isinstance(forward, FSDPModule):
         forward.set_is_last_backward(last)
-        forward.set_requires_gradient_sync(last)
+        forward.set_requires_gradient_sync(last or each)
     return nullcontext()
 
 

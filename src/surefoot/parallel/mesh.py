@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from surefoot.config.layout import Layout, Place, layout_of
 from surefoot.config.parallel import ParallelConfig
 from surefoot.parallel.machine import num_cores
 
@@ -18,17 +19,46 @@ class EnvironmentFault(Exception):
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place: ``size`` ranks, all of them data parallel."""
+    """This rank's place among ``size`` ranks."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh | None
-    """One axis ``dp`` over all ranks; None when there is one rank."""
+    """Weights over ranks: axes ``pp``, ``replicate``, ``shard``, ``tp`` over all ranks; None when there is one rank."""
+    tokens: DeviceMesh | None = None
+    """Tokens over the same ranks, in the same order: axes ``pp``, ``data``, ``cp``, ``tp``."""
+    layout: Layout = Layout()
 
     @property
     def leads(self) -> bool:
         """Rank 0 writes the run folder."""
+        return self.rank == 0
+
+    @property
+    def place(self) -> Place:
+        """This rank's coordinates."""
+        return self.layout.place(self.rank)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of ``data_size`` parts of a batch's rows is this rank's."""
+        return self.place.data
+
+    @property
+    def data_size(self) -> int:
+        """Parts that a batch's rows are cut into."""
+        return self.layout.data
+
+    @property
+    def counts_rows(self) -> bool:
+        """Of the ranks that know the same of the same rows (pp, cp and tp peers), the one whose numbers enter a sum over all ranks."""
+        pp, _, cp, tp = self.place
+        return pp == cp == tp == 0
+
+    @property
+    def counts_plain(self) -> bool:
+        """Of the ranks that hold the same plain tensor, the one that counts it."""
         return self.rank == 0
 
 
@@ -47,9 +77,20 @@ def join_world(config: ParallelConfig, *, strict: bool = True) -> World:
             return World(rank=0, size=1, device=device, mesh=None)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s))
-    size = dist.get_world_size()
-    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("dp",)) if size > 1 else None
-    return World(rank=dist.get_rank(), size=size, device=device, mesh=mesh)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if size == 1:
+        return World(rank=0, size=1, device=device, mesh=None)
+    layout = layout_of(config, size)
+    weights = (layout.pp, layout.replicate, layout.shard, layout.tp)
+    tokens = (layout.pp, layout.data, layout.cp, layout.tp)
+    return World(
+        rank=rank,
+        size=size,
+        device=device,
+        mesh=init_device_mesh(device.type, weights, mesh_dim_names=("pp", "replicate", "shard", "tp")),
+        tokens=init_device_mesh(device.type, tokens, mesh_dim_names=("pp", "data", "cp", "tp")),
+        layout=layout,
+    )
 
 
 def wait_for_leader(world: World, what: str) -> None:

@@ -22,6 +22,13 @@ def sum_over_ranks(values: Sequence[Tensor | float], world: World) -> Tensor:
     return total
 
 
+def of_rows(values: Sequence[Tensor | float], world: World) -> list[Tensor | float]:
+    """What this rank puts into a sum over all ranks of numbers about rows: nothing, where a peer that shares its rows already does."""
+    if world.counts_rows:
+        return list(values)
+    return [torch.zeros_like(value) if isinstance(value, Tensor) else 0.0 for value in values]
+
+
 def max_over_ranks(values: Sequence[Tensor | float], world: World) -> Tensor:
     """The values, each the largest over all ranks, as one fp64 vector on the device. NaN does not survive a maximum: sum or gather what may be NaN."""
     top = packed(values, world)

@@ -9,32 +9,32 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from surefoot.config.errors import ConfigError
+from surefoot.config.parallel import ParallelConfig
+from surefoot.model.transformer import Transformer
 from surefoot.parallel.mesh import World
+from surefoot.parallel.precision import policy_of
 
 
-def shard_parameters(
-    model: nn.Module, blocks: nn.ModuleList, world: World, compute: torch.dtype, reduce: torch.dtype
-) -> None:
-    """Shard every block and then the rest over the ranks (FSDP2), in place.
+def shard_parameters(model: Transformer, config: ParallelConfig, world: World) -> None:
+    """Shard every block and then the rest over the data and context ranks of this stage (FSDP2), in place; replicas are shards of one rank.
 
     Gradients are summed, not averaged: every loss is already divided by its global count. gloo has no pre-multiplied sum, hence the
     plain one is forced.
     """
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    for block in blocks:
-        fully_shard(block, mesh=world.mesh, mp_policy=policy)
-    fully_shard(model, mesh=world.mesh, mp_policy=policy)
+    assert world.mesh is not None
+    policy = policy_of(config)
+    precision = MixedPrecisionPolicy(param_dtype=policy.compute, reduce_dtype=policy.reduce)
+    mesh = world.mesh["replicate", "shard"]
+    # only ZeRO-3 lets go of the weights between forward and backward
+    again = config.data_parallel == "fsdp" and config.pp == 1
+    for block in model.blocks.children():
+        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=again)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=again)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def reshard(model: nn.Module) -> None:
-    """Let go of gathered weights. After a forward without backward FSDP2 keeps the root's, and would go on using them after a restore."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def fill_parameters(
@@ -67,3 +67,12 @@ def elements_before(parameter: Tensor) -> int:
             f"a tensor of shape {tuple(parameter.shape)} placed as {parameter.placements} is not cut into whole rows"
         )
     return offset[0] * math.prod(parameter.shape[1:])
+
+
+def check_placed(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise ConfigError naming the parameters that are not DTensors: no plan has said where they lie."""
+    loose = [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]
+    if loose:
+        raise ConfigError(
+            [f"{name} lies on no mesh: no plan has placed it, and ranks would train it apart" for name in loose]
+        )

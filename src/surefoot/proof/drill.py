@@ -175,9 +175,7 @@ def _run_to_its_end(
         stop = StopRequest()
         watchers = (witness,) if task.guarded else (witness, _StopWhenHopeless(stop))
         ending = train(run.state, bench.setup, bench.data, run.keeping, stop=stop, watchers=watchers)
-        losses = {
-            rows.name: evaluate(run.state.model, run.setup, rows, config.eval.rows).loss for rows in run.data.held_out
-        }
+        losses = {rows.name: evaluate(run.setup, rows, config.eval.rows).loss for rows in run.data.held_out}
     return losses, ending.reason
 
 

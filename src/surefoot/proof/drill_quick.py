@@ -145,7 +145,7 @@ def run_version(version: str, folder: Path) -> dict[str, Any]:
         loader = UnshuffledDocument(run.data.loader, document, FROM_BATCH)
         data = dataclasses.replace(run.data, loader=loader)
         ending = train(run.state, run.setup, data, run.keeping, stop=StopRequest(), watchers=(witness,))
-        ends = [evaluate(run.state.model, run.setup, rows, config.eval.rows).loss for rows in data.held_out]
+        ends = [evaluate(run.setup, rows, config.eval.rows).loss for rows in data.held_out]
     rows = witness.surviving()
     return {
         "version": version,

@@ -58,7 +58,10 @@ class NaNGradients:
         self.inner, self.state, self.batches, self.here = inner, state, batches, rank in ranks
         self.last = -1
 
-    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> list[LossSums]:
+    def forward_only(self, micro_batches: Sequence[MicroBatch]) -> list[LossSums]:
+        return self.inner.forward_only(micro_batches)
+
+    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: float) -> list[LossSums]:
         sums = self.inner(micro_batches, num_targets)
         batch_index, again = self.state.batch_index - 1, self.state.batch_index - 1 == self.last
         self.last = batch_index

@@ -25,7 +25,10 @@ class StruckOnce:
         self.inner, self.state, self.blow, self.dose, self.weight = inner, state, blow, dose, weight
         self.fired = False
 
-    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> list[LossSums]:
+    def forward_only(self, micro_batches: Sequence[MicroBatch]) -> list[LossSums]:
+        return self.inner.forward_only(micro_batches)
+
+    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: float) -> list[LossSums]:
         due = not self.fired and self.state.batch_index - 1 == self.dose.onset
         self.fired |= due
         if due and self.weight:
@@ -68,7 +71,10 @@ class StaleGradients:
         self.stale: dict[str, Tensor] = {}
         self.fired = False
 
-    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> list[LossSums]:
+    def forward_only(self, micro_batches: Sequence[MicroBatch]) -> list[LossSums]:
+        return self.inner.forward_only(micro_batches)
+
+    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: float) -> list[LossSums]:
         sums = self.inner(micro_batches, num_targets)
         batch_index = self.state.batch_index - 1
         if self.fired:
@@ -90,7 +96,10 @@ class Overflow:
         self.inner, self.state, self.dose = inner, state, dose
         self.rows: set[bytes] = set()
 
-    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> list[LossSums]:
+    def forward_only(self, micro_batches: Sequence[MicroBatch]) -> list[LossSums]:
+        return self.inner.forward_only(micro_batches)
+
+    def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: float) -> list[LossSums]:
         sums = self.inner(micro_batches, num_targets)
         rows = {row.tobytes() for micro in micro_batches for row in micro.tokens_BT.cpu().numpy()}
         if not self.rows and self.state.batch_index - 1 == self.dose.onset:

@@ -56,10 +56,7 @@ def measure(config: RunConfig, folder: Path) -> Measured | None:
         if ending.reason == "stopped" and not hopeless.text:
             run.keeping.record("stop", reason=stop.signal.name if stop.signal else "a signal")
             return None
-        domains = {
-            rows.name: evaluate(run.state.model, run.setup, rows, config.eval.final_rows).loss
-            for rows in run.data.held_out
-        }
+        domains = {rows.name: evaluate(run.setup, rows, config.eval.final_rows).loss for rows in run.data.held_out}
         _close(run, ending, hopeless.text, domains)
         num_params = sum(p.numel() for p in run.state.parameters.values())
         print_of_data = run.data.prepared.fingerprint

@@ -33,7 +33,7 @@ def candidates(
     batch: Batch, losses_BT: Tensor, loader: Loader, tokenizer: Tokenizer, expected: Expected, world: World
 ) -> tuple[Candidate, ...]:
     """The pieces of all ranks whose loss is furthest from that of their domain, either way; those that are not finite first. Collective."""
-    first = world.rank * len(batch.samples_B3) // world.size
+    first = world.data_rank * len(batch.samples_B3) // world.data_size
     names = [source.name for source in loader.data.sources]
     loss_BS, targets_BS = piece_means(batch, losses_BT.double().cpu().numpy())
     sources_B = batch.samples_B3[first : first + len(loss_BS), 0]
@@ -65,7 +65,9 @@ def candidates(
                 text=tokenizer.decode(tokens)[:MAX_CHARACTERS],
             )
         )
-    return tuple(candidate for of_rank in from_every_rank(mine, world) for candidate in of_rank)
+    return tuple(
+        candidate for of_rank in from_every_rank(mine if world.counts_rows else [], world) for candidate in of_rank
+    )
 
 
 def piece_means(batch: Batch, losses_BT: Floats) -> tuple[Floats, Floats]:
@@ -92,7 +94,7 @@ def _normal(expected: tuple[float, float], losses: Floats) -> tuple[float, float
 
 def without_documents(batch: Batch, documents: tuple[str, ...], loader: Loader, world: World) -> Batch:
     """The batch with these documents blanked, as an exclusion would."""
-    first = world.rank * len(batch.samples_B3) // world.size
+    first = world.data_rank * len(batch.samples_B3) // world.data_size
     rows = _copied(batch)
     exclusions = [Exclusion(document=document) for document in documents]
     blanking = Blanking(loader.splits, exclusions, loader.data.seq_len, loader.data.document_mask)

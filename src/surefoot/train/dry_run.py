@@ -67,7 +67,7 @@ def dry_run(config: RunConfig, world: World) -> DryRun:
     count = num_params(config.model, custom)
     per_token = flops(config.model, config.data.seq_len, custom)
     tokens = config.data.batch_size * config.data.seq_len
-    rows = config.parallel.micro_batch_size or config.data.batch_size // world.size
+    rows = config.parallel.micro_batch_size or config.data.batch_size // world.data_size
     policy = policy_of(config.parallel)
     element, weight = policy.compute.itemsize, policy.weights.itemsize
     moment = 2 if config.optim.moments == "bf16" else max(4, weight)
@@ -93,8 +93,8 @@ def dry_run(config: RunConfig, world: World) -> DryRun:
 def random_batch(setup: Setup) -> Batch:
     """This rank's rows of random tokens, two documents a row."""
     data, world = setup.config.data, setup.world
-    rows = data.batch_size // world.size
-    draw = np.random.default_rng(world.rank)
+    rows = data.batch_size // world.data_size
+    draw = np.random.default_rng(world.data_rank)
     stream = draw.integers(0, setup.config.model.vocab_size, (rows, data.seq_len + 1))
     half = data.seq_len // 2
     first = np.arange(data.seq_len) < half

@@ -3,16 +3,11 @@
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
 from surefoot.config.run import RunConfig
 from surefoot.data.errors import DataError
 from surefoot.data.loader import EvalRows, Loader
 from surefoot.data.prepared import PreparedData
-from surefoot.model.loss import LossSums
-from surefoot.parallel.reduce import sum_over_ranks
-from surefoot.parallel.shard import reshard
+from surefoot.parallel.reduce import of_rows, sum_over_ranks
 from surefoot.train.setup import Setup
 from surefoot.train.step import on_device
 
@@ -53,27 +48,26 @@ class DomainLoss:
     num_bytes: int
 
 
-def evaluate(model: nn.Module, setup: Setup, held_out: EvalRows, num_rows: int) -> DomainLoss:
+def evaluate(setup: Setup, held_out: EvalRows, num_rows: int) -> DomainLoss:
     """Loss of ``num_rows`` held-out rows of a domain, spread over all of them (0: all). Collective over ranks, which share the rows."""
     world = setup.world
     numbers = held_out.spread(num_rows)
     rows = len(numbers)
     size = setup.config.eval.batch_size
     nats = targets = firsts = num_bytes = 0.0
-    stride = size * world.size
+    stride = size * world.data_size
     for start in range(0, rows, stride):
         # Every rank runs every round, on rows of the first round where none is left, since a sharded forward is collective.
-        begin = start + world.rank * size
+        begin = start + world.data_rank * size
         mine = held_out.take(numbers[begin : begin + size] if begin < rows else numbers[:1])
-        with torch.no_grad():
-            sums: LossSums = model(*on_device(mine.batch, setup))
+        (sums,) = setup.forward_backward.forward_only([on_device(mine.batch, setup)])
         if begin < rows:
             nats += float(sums.ce_sum)
             targets += mine.batch.num_targets
             firsts += float(mine.first_tokens_B.sum())
             num_bytes += float(mine.text_bytes_B.sum())
-    reshard(model)
-    nats, targets, firsts, num_bytes = sum_over_ranks([nats, targets, firsts, num_bytes], world).tolist()
+    told = of_rows([nats, targets, firsts, num_bytes], world)
+    nats, targets, firsts, num_bytes = sum_over_ranks(told, world).tolist()
     code = nats + firsts * math.log(held_out.vocab_size)
     return DomainLoss(
         loss=nats / max(targets, 1.0),
@@ -83,11 +77,11 @@ def evaluate(model: nn.Module, setup: Setup, held_out: EvalRows, num_rows: int) 
     )
 
 
-def cadence_metrics(model: nn.Module, setup: Setup, data: TrainingData) -> dict[str, float]:
+def cadence_metrics(setup: Setup, data: TrainingData) -> dict[str, float]:
     """The ``eval/*`` metrics of the cadence: ``eval.rows`` held-out rows of every domain, always the same ones."""
     metrics: dict[str, float] = {}
     for held_out in data.held_out:
-        result = evaluate(model, setup, held_out, setup.config.eval.rows)
+        result = evaluate(setup, held_out, setup.config.eval.rows)
         metrics[f"eval/{held_out.name}/loss"] = result.loss
         metrics[f"eval/{held_out.name}/bits_per_byte"] = result.bits_per_byte
     return metrics

@@ -30,7 +30,7 @@ def finish(run: OpenRun, stop_asked: Callable[[], bool] = lambda: False) -> bool
         run.keeping.notify("note", {"text": "Evaluating on all held-out text."})
     results: dict[str, DomainLoss] = {}
     for rows in run.data.held_out:
-        results[rows.name] = evaluate(state.model, run.setup, rows, run.config.eval.final_rows)
+        results[rows.name] = evaluate(run.setup, rows, run.config.eval.final_rows)
         if run.keeping.from_leader(stop_asked()):
             return False
     samples = [sample for rows in run.data.held_out if (sample := draw_sample(run, rows)) is not None]

@@ -16,7 +16,7 @@ SLACK = 0.5
 
 def prove_first_batch(batch: Batch, loader: Loader, exclusions: Sequence[Exclusion], world: World) -> None:
     """Check the batch that an attempt begins with against the files, by other code than the loader's. Raises DataError."""
-    mistakes = prove_batch(batch, loader, exclusions, world.rank, world.size)
+    mistakes = prove_batch(batch, loader, exclusions, world.data_rank, world.data_size)
     if batch.batch_index == 0:
         mistakes += prove_shares(loader)
     if mistakes:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from surefoot.parallel.shard import reshard
+from surefoot.parallel.forward_backward import reshard
 
 
 @torch.no_grad()

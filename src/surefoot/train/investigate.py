@@ -24,8 +24,7 @@ from surefoot.monitor.rows import number
 from surefoot.monitor.run import Run
 from surefoot.parallel.mesh import World
 from surefoot.parallel.precision import unrounded
-from surefoot.parallel.reduce import sum_over_ranks
-from surefoot.parallel.shard import reshard
+from surefoot.parallel.reduce import of_rows, sum_over_ranks
 from surefoot.train.acting import Judged
 from surefoot.train.candidates import candidates, half, without_documents
 from surefoot.train.evaluate import TrainingData
@@ -115,7 +114,7 @@ def investigate(
     recent.look_up(keeping, batch.batch_index)
     applied = not judged.outcome.skipped
     probe = take_probe(state, setup, probe_rows(data, setup), judged.outcome.signals.lr, applied=applied)
-    losses_BT = token_losses(state, batch, setup)
+    losses_BT = token_losses(batch, setup)
     tokenizer = load_tokenizer(config.data.tokenizer, data.prepared.tokenizer_path)
     at_hand = candidates(batch, losses_BT, data.loader, tokenizer, expected, setup.world)
     evidence = Evidence(
@@ -156,7 +155,7 @@ def take(
     if kind == "healthy_batch":
         # Before any update was applied, the batch that comes next is as good as any.
         known = recent.applied or Applied(batch.batch_index + 1, normal, MISSING)
-        again = data.loader.batch(known.batch_index, keeping.ledger.exclusions, world.rank, world.size)
+        again = data.loader.batch(known.batch_index, keeping.ledger.exclusions, world.data_rank, world.data_size)
         loss, norm = one_pass(state, again, setup)
         excess = _above(loss, known.loss)
         return PassResult(kind=kind, loss=loss, gradient_norm=norm, excess=excess, gradient_before=known.gradient_norm)
@@ -167,13 +166,13 @@ def take(
         names = tuple(suspect.document for suspect in accused(evidence))
         loss, norm = one_pass(state, without_documents(batch, names, data.loader, world), setup)
     else:
-        loss, norm = one_pass(state, half(batch, int(kind == "second_half"), eos_id, world.rank), setup)
+        loss, norm = one_pass(state, half(batch, int(kind == "second_half"), eos_id, world.data_rank), setup)
     return PassResult(kind=kind, loss=loss, gradient_norm=norm, excess=_above(loss, normal))
 
 
 def one_pass(state: TrainState, batch: Batch, setup: Setup) -> tuple[float, float]:
     """Loss and gradient norm as ``train_step`` computes them, to the bit; (NaN, 0) when the batch predicts nothing. Collective."""
-    num_targets = round(sum_over_ranks([batch.num_targets], setup.world).item())
+    num_targets = round(sum_over_ranks(of_rows([batch.num_targets], setup.world), setup.world).item())
     if num_targets == 0:
         return math.nan, 0.0
     state.optimizer.zero_grad()
@@ -182,12 +181,10 @@ def one_pass(state: TrainState, batch: Batch, setup: Setup) -> tuple[float, floa
     return float(measured.sums[0]) / num_targets, float(measured.norm)
 
 
-def token_losses(state: TrainState, batch: Batch, setup: Setup) -> Tensor:
+def token_losses(batch: Batch, setup: Setup) -> Tensor:
     """The loss of every token of this rank's rows, (B, T), by a forward without gradients. Collective."""
-    with torch.no_grad():
-        losses = [state.model(*micro).token_losses_BT for micro in split(batch, setup)]
-    reshard(state.model)
-    return torch.cat(losses).view(batch.documents_BT.shape)
+    sums = setup.forward_backward.forward_only(split(batch, setup))
+    return torch.cat([s.token_losses_BT for s in sums]).view(batch.documents_BT.shape)
 
 
 def noise_floor(state: TrainState, batch: Batch, setup: Setup) -> float:
@@ -200,7 +197,8 @@ def noise_floor(state: TrainState, batch: Batch, setup: Setup) -> float:
 
 def can_widen(config: RunConfig, world: World) -> bool:
     """Whether a batch can be computed in fp32 where the run computes in less: not where FSDP2 gathers its weights already rounded."""
-    sharded = world.size > 1 and config.parallel.data_parallel == "fsdp"
+    parallel = config.parallel
+    sharded = world.size > 1 and (parallel.data_parallel != "ddp" or parallel.tp > 1 or parallel.pp > 1)
     return config.parallel.precision not in ("fp32", "fp64") and not sharded
 
 
@@ -208,7 +206,7 @@ def can_widen(config: RunConfig, world: World) -> bool:
 def widened(state: TrainState) -> Iterator[None]:
     """Compute in fp32 meanwhile, operands as they are; weights kept in less (bf16_pure) only miss digits that the run does not have."""
     model = state.model
-    assert isinstance(model, Transformer)
+    assert isinstance(model, Transformer) and model.embedding is not None
     narrow = model.compute_dtype
     model.compute_dtype = model.embedding.compute_dtype = torch.float32
     try:

@@ -54,7 +54,7 @@ def train(
     first = True
     while state.step < horizon.steps:
         begun = time.perf_counter()
-        batch = data.loader.batch(state.batch_index, keeping.ledger.exclusions, world.rank, world.size)
+        batch = data.loader.batch(state.batch_index, keeping.ledger.exclusions, world.data_rank, world.data_size)
         waited = time.perf_counter() - begun
         if first:
             prove_first_batch(batch, data.loader, keeping.ledger.exclusions, world)

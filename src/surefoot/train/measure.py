@@ -14,7 +14,7 @@ from surefoot.model.loss import IGNORE, LossSums
 from surefoot.optim.clip import nonfinite_counts, squared_norm_share
 from surefoot.parallel.forward_backward import MicroBatch
 from surefoot.parallel.mesh import World
-from surefoot.parallel.reduce import gather_over_ranks, max_over_ranks, sum_over_ranks
+from surefoot.parallel.reduce import gather_over_ranks, max_over_ranks, of_rows, sum_over_ranks
 from surefoot.train.documents import domain_sums, largest, piece_losses, tail, tail_length
 from surefoot.train.setup import Setup
 from surefoot.train.state import TrainState
@@ -75,8 +75,8 @@ class Reading:
 
 def count(batch: Batch, world: World, *, stop_asked: bool) -> Counts:
     """The first reduction of a step: what the batch holds, and what its tokens say by themselves."""
-    mine = [batch.num_targets, batch.num_excluded, batch.num_masked, float(stop_asked), *fact_counts(batch)]
-    targets, excluded, masked, asked, *facts = sum_over_ranks(mine, world).tolist()
+    mine = of_rows([batch.num_targets, batch.num_excluded, batch.num_masked, *fact_counts(batch)], world)
+    asked, targets, excluded, masked, *facts = sum_over_ranks([float(stop_asked), *mine], world).tolist()
     total = FactCounts(*map(round, facts))
     return Counts(
         num_targets=round(targets),
@@ -113,22 +113,18 @@ def measure(
         token_losses_BT, predicts_BT, torch.from_numpy(batch.documents_BT).to(world.device, non_blocking=True)
     )
     num = len(batch.samples_B3)
-    mine_B3 = batch.samples_B3[world.rank * num // world.size : (world.rank + 1) * num // world.size]
+    mine_B3 = batch.samples_B3[
+        world.data_rank * num // world.data_size : (world.data_rank + 1) * num // world.data_size
+    ]
     domains_B = torch.from_numpy(mine_B3[:, 0].copy()).to(world.device, non_blocking=True)
     by_domain = domain_sums(pieces, domains_B, num_domains)
-    total = sum_over_ranks(
-        [
-            share.total,
-            torch.stack(parts).sum(0),
-            share.broken,
-            share.by_group,
-            by_domain,
-            state.clipping.shares(first_replica=setup.first_replica),
-        ],
-        world,
-    )
+    sums_3, by_domain_3D = of_rows([torch.stack(parts).sum(0), by_domain], world)
+    clip_shares = state.clipping.shares(first_replica=setup.first_replica)
+    total = sum_over_ranks([share.total, sums_3, share.broken, share.by_group, by_domain_3D, clip_shares], world)
     lse_max = torch.stack([s.lse_max for s in sums]).max()
-    tops = gather_over_ranks([lse_max, largest(pieces, tail_length(token_losses_BT.numel() * world.size))], world)
+    top = largest(pieces, tail_length(token_losses_BT.numel() * world.data_size))
+    # a piece is told once, though all peers that share its row know it
+    tops = gather_over_ranks([lse_max, top if world.counts_rows else torch.full_like(top, -math.inf)], world)
     rest = 5 + num_roles + by_domain.numel()
     role_squares, by_domain, clip_squares = total[5 : 5 + num_roles], total[5 + num_roles : rest], total[rest:]
     document_max, document_p999 = tail(tops[:, 1:], by_domain[::3].sum())

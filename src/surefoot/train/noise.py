@@ -10,7 +10,7 @@ from surefoot.model.loss import IGNORE
 from surefoot.optim.clip import squared_norm_share
 from surefoot.optim.noise_scale import noise_of
 from surefoot.parallel.forward_backward import MicroBatch
-from surefoot.parallel.reduce import sum_over_ranks
+from surefoot.parallel.reduce import of_rows, sum_over_ranks
 from surefoot.train.setup import Setup
 from surefoot.train.state import TrainState
 
@@ -32,7 +32,10 @@ def pass_pieces(
 ) -> PieceNorms | None:
     """The gradient norm of every piece; None where one predicts nothing or breaks. Collective; leaves no gradient behind."""
     counted = [sum((micro.targets_BT != IGNORE).sum() for micro in piece) for piece in pieces]
-    sizes = [round(n) for n in sum_over_ranks([torch.as_tensor(n) for n in counted], setup.world).tolist()]
+    sizes = [
+        round(n)
+        for n in sum_over_ranks(of_rows([torch.as_tensor(n) for n in counted], setup.world), setup.world).tolist()
+    ]
     if min(sizes) == 0:
         return None
     shares = []

@@ -19,9 +19,8 @@ from surefoot.optim.build import optimizer_of
 from surefoot.optim.clip import is_counted, local_part
 from surefoot.optim.optimizer import Rule
 from surefoot.parallel.apply import compiles
-from surefoot.parallel.forward_backward import MicroBatch
+from surefoot.parallel.forward_backward import MicroBatch, reshard
 from surefoot.parallel.reduce import from_rank_zero, gather_over_ranks, sum_over_ranks
-from surefoot.parallel.shard import reshard
 from surefoot.train.evaluate import TrainingData
 from surefoot.train.setup import Setup
 from surefoot.train.state import TrainState

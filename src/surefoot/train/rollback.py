@@ -11,7 +11,8 @@ from surefoot.guard.guard import GuardState
 from surefoot.monitor.run import Run
 from surefoot.monitor.wording import several
 from surefoot.optim.noise_scale import NoiseState
-from surefoot.parallel.shard import fill_parameters, reshard
+from surefoot.parallel.forward_backward import reshard
+from surefoot.parallel.shard import fill_parameters
 from surefoot.train.keeping import Keeping
 from surefoot.train.setup import Setup
 from surefoot.train.snapshot import SnapshotRing

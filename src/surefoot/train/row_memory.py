@@ -48,7 +48,8 @@ class RowMemory:
         now = batch.batch_index
         before = range(oldest(now, loader), now)
         self.read = {
-            index: self.read.get(index) or entries(loader.batch(index, exclusions, world.rank, world.size), world)
+            index: self.read.get(index)
+            or entries(loader.batch(index, exclusions, world.data_rank, world.data_size), world)
             for index in before
         }
         self.read[now] = entries(batch, world)
@@ -74,7 +75,7 @@ def entries(batch: Batch, world: World) -> tuple[Words, Words]:
     plain_B = (batch.tokens_BT == batch.tokens_BT[:, :1]).all(axis=1)
     mine[blank_B | plain_B] = 0
     samples = (batch.samples_B3[:, 0] << ROW_BITS | batch.samples_B3[:, 2]).astype(np.uint64)
-    everyone = mine if world.size == 1 else _over_ranks(mine, len(samples), world)
+    everyone = mine if world.data_size == 1 else _over_ranks(mine, len(samples), world)
     counts_B = everyone != 0
     return everyone[counts_B], samples[counts_B]
 
@@ -108,11 +109,13 @@ def _multipliers(width: int) -> Words:
 
 def _over_ranks(mine: Words, num_rows: int, world: World) -> Words:
     """The hashes of all ranks, in the order of the rows: as two halves of 32 bits, which fp64 holds exactly."""
-    most = -(-num_rows // world.size)
+    parts = world.data_size
+    most = -(-num_rows // parts)
     halves = np.zeros((2, most))
     halves[0, : len(mine)] = mine >> np.uint64(32)
     halves[1, : len(mine)] = mine & np.uint64(0xFFFFFFFF)
-    gathered = gather_over_ranks(halves.ravel().tolist(), world).cpu().numpy().astype(np.uint64)
+    told = gather_over_ranks(halves.ravel().tolist(), world)[list(world.layout.row_ranks)]
+    gathered = told.cpu().numpy().astype(np.uint64)
     whole = gathered[:, :most] << np.uint64(32) | gathered[:, most:]
-    ends = [rank * num_rows // world.size for rank in range(world.size + 1)]
-    return np.concatenate([whole[rank, : ends[rank + 1] - ends[rank]] for rank in range(world.size)])
+    ends = [part * num_rows // parts for part in range(parts + 1)]
+    return np.concatenate([whole[part, : ends[part + 1] - ends[part]] for part in range(parts)])

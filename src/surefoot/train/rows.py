@@ -44,7 +44,7 @@ def describe(
     config, batch, outcome = setup.config, judged.batch, judged.outcome
     metrics = outcome.metrics | scored(judged.first.scores) | measured
     if due(state.step, config.eval.every) and not outcome.skipped:
-        metrics |= cadence_metrics(state.model, setup, data)
+        metrics |= cadence_metrics(setup, data)
     digest = ""
     if due(state.step, config.log.digest_every) and not outcome.skipped:
         digest = combine(digest_tensors(state.tensors()))

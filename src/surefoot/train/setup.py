@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surefoot.config.errors import ConfigError
 from surefoot.config.run import RunConfig
@@ -46,7 +46,11 @@ class Setup:
     peak_flops: float
     """What the device's matrix products reach at best, FLOP/s; 0 where unknown."""
     roles: Mapping[str, Role]
-    """Of every parameter, in the order of the model."""
+    """Of every parameter of the whole model, in its order."""
+    names: tuple[str, ...]
+    """The parameters of this rank, in the same order."""
+    blocks: Mapping[int, nn.Module]
+    """The blocks of this rank, by layer."""
     sample: WeightSample
     """What update sizes are measured on."""
     qk_clip: QKClip | None = None
@@ -63,13 +67,13 @@ class Setup:
 
     @cached_property
     def role_numbers(self) -> tuple[int, ...]:
-        """Of every parameter, the place of its role in ``role_names``."""
-        return tuple(self.role_names.index(role) for role in self.roles.values())
+        """Of every parameter of this rank, the place of its role in ``role_names``."""
+        return tuple(self.role_names.index(self.roles[name]) for name in self.names)
 
     @property
     def first_replica(self) -> bool:
         """Whether this rank's plain gradients are the ones that are counted."""
-        return self.world.rank == 0
+        return self.world.counts_plain
 
 
 def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple[Setup, TrainState]:
@@ -79,7 +83,7 @@ def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple
     the attention backend does not run on the device.
     """
     policy = policy_of(config.parallel)
-    check_rows(config, world.size)
+    check_rows(config, world.data_size)
     if config.model.attention_backend == "flex" and world.device.type == "cpu":
         raise ConfigError(["model.attention_backend=flex has no backward on the CPU; take auto, eager or sdpa"])
     set_determinism(config)
@@ -87,22 +91,19 @@ def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple
         model = Transformer(config.model, policy.compute, policy.weights)
     by_name = roles(model)
     draw = _drawing(config, by_name, residual_writers(model))
-    plain = apply_layout(
-        model,
-        model.blocks,
-        config.parallel,
-        world,
-        draw=draw,
-        fixed_order=config.determinism == "strict",
-    )
-    parameters = dict(model.named_parameters())
-    optimizer = build_optimizer(parameters, by_name, config.optim, config.model, fused_rows(model), replicas=world.size)
+    fused, custom = fused_rows(model), {n: custom_count(model, n) for n in lengths(config.data)}
+    placed = apply_layout(model, config.parallel, world, draw=draw, fixed_order=config.determinism == "strict")
+    parameters = placed.parameters
+    optimizer = build_optimizer(parameters, by_name, config.optim, config.model, fused, replicas=world.size)
     clipping = build_clipping(config.optim, parameters)
     qk_clip = build_qk_clip(parameters, config.model, config.optim.qk_clip, compiled=compiles(config.parallel))
     model.maxima = qk_clip.maxima if qk_clip else None
     scale = LossScale.starting(config.parallel.loss_scale) if policy.loss_scaled else LossScale()
-    state = TrainState(model=model, parameters=parameters, optimizer=optimizer, clipping=clipping, loss_scale=scale)
-    flops_at = {n: flops_per_token(config.model, n, custom_count(model, n)) for n in lengths(config.data)}
+    state = TrainState(
+        model=placed.model, parameters=parameters, optimizer=optimizer, clipping=clipping, loss_scale=scale
+    )
+    flops_at = {n: flops_per_token(config.model, n, count) for n, count in custom.items()}
+    plain = placed.forward_backward
     setup = Setup(
         config=config,
         world=world,
@@ -114,7 +115,9 @@ def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple
         num_steps=planned_steps(config, flops_at.__getitem__),
         peak_flops=peak_flops,
         roles=by_name,
-        sample=WeightSample(parameters, by_name, first_replica=world.rank == 0),
+        names=tuple(parameters),
+        blocks=placed.blocks,
+        sample=WeightSample(parameters, by_name, first_replica=world.counts_plain),
         qk_clip=qk_clip,
     )
     return setup, state
