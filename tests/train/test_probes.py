@@ -18,7 +18,8 @@ from surefoot.parallel.digest import digest_tensors
 from surefoot.parallel.fork_launch import run_ranks
 from surefoot.parallel.mesh import World, join_world
 from surefoot.train.evaluate import TrainingData, evaluate
-from surefoot.train.probes import CHUNK, attention_figures, probe_metrics, probe_rows, take_probe
+from surefoot.train.layer_probes import attention_figures
+from surefoot.train.probes import CHUNK, probe_metrics, probe_rows, take_probe
 from surefoot.train.setup import Setup, set_up
 from surefoot.train.state import TrainState
 from surefoot.train.step import train_step
@@ -200,11 +201,11 @@ def test_logits_entropy_and_activations_are_those_of_a_plain_computation(fp64: R
 def test_uniform_attention_has_entropy_one_and_attention_to_one_key_zero(masked: bool) -> None:
     documents = torch.zeros(1, 200, dtype=torch.int32) if masked else None
     q, k = torch.zeros(1, 200, 2, 4), torch.ones(1, 200, 1, 4)
-    top, entropy = attention_figures(q, k, documents).tolist()
-    assert (top, entropy) == (0.0, pytest.approx(1.0, rel=1e-6))
+    top, shares, queries = attention_figures(q, k, documents).tolist()
+    assert (top, shares / queries) == (0.0, pytest.approx(1.0, rel=1e-6))
     k[:, 1:] = -1
-    top, entropy = attention_figures(q + 100, k, documents).tolist()
-    assert (top, entropy) == (200.0, pytest.approx(0.0, abs=1e-6))
+    top, shares, queries = attention_figures(q + 100, k, documents).tolist()
+    assert (top, shares / queries) == (200.0, pytest.approx(0.0, abs=1e-6))
 
 
 def test_blanked_tokens_have_no_say_and_without_any_other_nothing_is_measured() -> None:
@@ -213,7 +214,7 @@ def test_blanked_tokens_have_no_say_and_without_any_other_nothing_is_measured() 
     documents[:, 60:] = -1
     short = attention_figures(q[:, :60], k[:, :60], documents[:, :60])
     torch.testing.assert_close(attention_figures(q, k, documents), short, rtol=FP64_KERNEL, atol=0)
-    assert attention_figures(q, k, torch.full_like(documents, -1)).isnan().all()
+    assert attention_figures(q, k, torch.full_like(documents, -1)).tolist() == [-math.inf, 0.0, 0.0]
 
 
 def test_custom_attention_has_activations_and_no_logits(fp64: RunConfig, vary: Callable[..., RunConfig]) -> None:

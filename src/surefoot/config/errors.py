@@ -12,6 +12,9 @@ class ConfigError(Exception):
         """Every mistake, each with its place, the rule and the way out."""
         super().__init__("\n".join(self.problems))
 
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[str, ...]]]:
+        return ConfigError, (self.problems,)
+
 
 def closest(word: str, choices: Iterable[str]) -> str | None:
     """The choice a typist most likely meant, or None when nothing is near."""

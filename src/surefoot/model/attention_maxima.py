@@ -7,11 +7,22 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from surefoot.model.attention_backends import AttentionBackend
+
 SLACK = 1e-4
 """Relative rounding of norms and of products in fp32: a sum of H terms errs by H/2 units in the last place, 1.5e-5 at H = 256."""
 LOGITS = 1 << 22
 """Most logits that exist at once; at least LEAST_QUERIES queries are taken together."""
 LEAST_QUERIES = 16
+
+
+WholeHeads = Callable[[AttentionBackend, Tensor], Tensor]
+"""What a kernel is given, as it stands in whole rows."""
+
+
+def as_given(kernel: AttentionBackend, x_BTNH: Tensor) -> Tensor:
+    """Rows are whole."""
+    return x_BTNH
 
 
 class AttentionMaxima:
@@ -21,9 +32,19 @@ class AttentionMaxima:
     Heads whose bound is not above ``threshold`` are not looked at: their largest stays -inf.
     """
 
-    def __init__(self, threshold: float, num_layers: int, num_heads: int, *, compiled: bool = False) -> None:
-        """``compiled``: blocks are, and must leave their graph to show their queries and keys."""
+    def __init__(
+        self,
+        threshold: float,
+        num_layers: int,
+        num_heads: int,
+        *,
+        compiled: bool = False,
+        first_head: int = 0,
+        whole_heads: WholeHeads = as_given,
+    ) -> None:
+        """``compiled``: blocks are, and must leave their graph to show their queries and keys. ``first_head``: of those that are seen here."""
         self.threshold, self.shape = threshold, (num_layers, num_heads)
+        self.first_head, self.whole_heads = first_head, whole_heads
         self.watching = False
         """A forward that begins now counts."""
         self.largest_LN = torch.full(self.shape, -math.inf, dtype=torch.float64)
@@ -33,6 +54,8 @@ class AttentionMaxima:
             self.see = torch.compiler.disable(self._see)  # type: ignore[no-untyped-call]
         self._open = False
         self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._layers: Sequence[int] = ()
+        self._kernel: AttentionBackend | None = None
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -45,9 +68,9 @@ class AttentionMaxima:
             self.watching, self._open = False, False
             self._seen.clear()
 
-    def begin(self) -> None:
-        """A forward begins."""
-        self._open = True
+    def begin(self, layers: Sequence[int], kernel: AttentionBackend) -> None:
+        """A forward through these layers begins, with this kernel."""
+        self._open, self._layers, self._kernel = True, layers, kernel
         self._seen.clear()
 
     def settle(self, documents_BT: Tensor | None) -> None:
@@ -56,18 +79,20 @@ class AttentionMaxima:
         seen, self._seen = self._seen, []
         self.largest_LN = self.largest_LN.to(seen[0][0].device)
         bounds_LN = torch.stack([bounds_N for *_, bounds_N in seen]).tolist()
-        for largest_N, (q_BTNH, k_BSKH, _), bounds_N in zip(self.largest_LN, seen, bounds_LN, strict=True):
+        for layer, (q_BTNH, k_BSKH, _), bounds_N in zip(self._layers, seen, bounds_LN, strict=True):
             # a bound that is NaN comes with a loss that is NaN, and nothing is to be known
             heads = [head for head, bound in enumerate(bounds_N) if bound > self.threshold]
             if heads:
                 found = largest_logits(q_BTNH, k_BSKH, documents_BT, heads)
-                largest_N[heads] = torch.maximum(largest_N[heads], found.double())
+                at = [self.first_head + head for head in heads]
+                self.largest_LN[layer, at] = torch.maximum(self.largest_LN[layer, at], found.double())
 
     def _see(self, q_BTNH: Tensor, k_BSKH: Tensor) -> None:
         """No copies: kernels keep both for their backward anyway."""
         if self._open:
+            assert self._kernel is not None
             with torch.no_grad():
-                q_BTNH, k_BSKH = q_BTNH.detach(), k_BSKH.detach()
+                q_BTNH, k_BSKH = (self.whole_heads(self._kernel, x.detach()) for x in (q_BTNH, k_BSKH))
                 self._seen.append((q_BTNH, k_BSKH, logit_bounds(q_BTNH, k_BSKH)))
 
 

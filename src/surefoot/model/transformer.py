@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.config.model import GroupedQueryAttention, ModelConfig
@@ -13,7 +12,7 @@ from surefoot.model.attention_maxima import AttentionMaxima
 from surefoot.model.feed_forward import build_feed_forward
 from surefoot.model.loss import LossSums, NextTokenLoss, next_token_loss
 from surefoot.model.norm import build_norm
-from surefoot.model.parts import AttendContext, Embedding, Linear
+from surefoot.model.parts import AttendContext, Embedding, Linear, Product, plain_product
 from surefoot.model.role_scaling import Role, multipliers
 from surefoot.model.rope import rotation
 
@@ -54,6 +53,8 @@ class Transformer(nn.Module):
         self.multipliers = multipliers(cfg)
         self.maxima: AttentionMaxima | None = None
         self.loss: NextTokenLoss = next_token_loss
+        self.logits: Product = plain_product
+        """The product with the output projection, where it is not folded into the loss."""
         self.around_kernel: Callable[[AttentionBackend], AttentionBackend] = _bare
         """What is put around the attention kernel."""
         self.embedding: Embedding | None = Embedding(cfg.vocab_size, cfg.d_model, compute_dtype, cfg.embedding_gradient)
@@ -83,7 +84,7 @@ class Transformer(nn.Module):
         x_BTD = _scaled(self.norm(x_BTD), self.multipliers.logits).to(self.output_dtype or x_BTD.dtype)
         weight_VD = self._output_weight()
         if targets_BT is None:
-            return F.linear(x_BTD, weight_VD.to(x_BTD.dtype)).to(torch.promote_types(x_BTD.dtype, torch.float32))
+            return self.logits(x_BTD, weight_VD).to(torch.promote_types(x_BTD.dtype, torch.float32))
         loss = self.cfg.loss
         return self.loss(x_BTD, weight_VD, targets_BT, z_loss=loss.z_loss, chunk_tokens=loss.chunk_tokens)
 
@@ -105,7 +106,7 @@ class Transformer(nn.Module):
             angles = rotation(positions_BT, self.cfg.attention.d_head, self.cfg.attention.rope_theta, wide)
         maxima = self.maxima if self.maxima is not None and self.maxima.watching else None
         if maxima is not None:
-            maxima.begin()
+            maxima.begin([int(name) for name, _ in self.blocks.named_children()], attend)
         return AttendContext(positions_BT, documents_BT, mask, attend, angles, maxima)
 
     def roles(self) -> dict[str, Role]:

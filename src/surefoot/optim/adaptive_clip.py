@@ -4,7 +4,7 @@ What it remembers are tensors that rewind with the weights. They start at zero, 
 device), and are the same on every rank, since the norms are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -34,15 +34,15 @@ class Clipping(Protocol):
         """
 
 
-def build_clipping(config: OptimConfig, parameters: Mapping[str, nn.Parameter]) -> Clipping:
-    """The clipping of the config for these parameters, having seen nothing yet."""
+def build_clipping(config: OptimConfig, parameters: Mapping[str, nn.Parameter], names: Sequence[str] = ()) -> Clipping:
+    """The clipping of the config for these parameters, having seen nothing yet. ``names``: of the whole model, where they are a part of it."""
     match config.clipping:
         case GlobalNorm():
             return _Global()
         case ZClip():
             return _ZScore(config.clipping, next(iter(parameters.values())).device)
         case AdaGC():
-            return _PerTensor(config.clipping, parameters)
+            return _PerTensor(config.clipping, parameters, names or tuple(parameters))
 
 
 class _Global:
@@ -106,18 +106,20 @@ class _PerTensor:
     so it changes no running norm, where the published minimum would clip that tensor to zero for good.
     """
 
-    def __init__(self, config: AdaGC, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._config, self._parameters = config, dict(parameters)
+    def __init__(self, config: AdaGC, parameters: Mapping[str, nn.Parameter], names: Sequence[str]) -> None:
+        """``names``: of the whole model; what is remembered of them is the same on every rank."""
+        self._config, self._names = config, tuple(names)
+        self._parameters = {self._names.index(name): parameter for name, parameter in parameters.items()}
         device = next(iter(parameters.values())).device
         self._steps = torch.zeros((), dtype=torch.float64, device=device)
-        self._norms = [torch.zeros((), dtype=torch.float64, device=device) for _ in parameters]
+        self._norms = [torch.zeros((), dtype=torch.float64, device=device) for _ in self._names]
 
     def tensors(self) -> dict[str, Tensor]:
-        norms = zip(self._parameters, self._norms, strict=True)
+        norms = zip(self._names, self._norms, strict=True)
         return {"clip/steps": self._steps} | {f"clip/norm/{name}": norm for name, norm in norms}
 
     def shares(self, *, first_replica: bool) -> Tensor:
-        held = {at: p.grad for at, p in enumerate(self._parameters.values()) if p.grad is not None}
+        held = {at: p.grad for at, p in self._parameters.items() if p.grad is not None}
         shares = list(torch.zeros(len(self._norms), dtype=torch.float64, device=self._steps.device).unbind())
         local = [local_part(grad) for grad in held.values()]
         wide = torch.promote_types(local[0].dtype, torch.float32) if local else None
@@ -134,9 +136,10 @@ class _PerTensor:
         factors = torch.where(starting | unseen | (norms <= limit), 1.0, limit / norms)
         factors = torch.where(skip, 1.0, factors)
         divisor = clip_scale(torch.linalg.vector_norm(factors * norms), clip_norm)
-        for parameter, factor in zip(self._parameters.values(), factors.unbind(), strict=True):
+        by_name = factors.unbind()
+        for at, parameter in self._parameters.items():
             if parameter.grad is not None:
-                local_part(parameter.grad).mul_(factor)
+                local_part(parameter.grad).mul_(by_name[at])
         seen = factors * norms / divisor
         after = torch.where(starting, torch.minimum(running, seen), beta * running + (1.0 - beta) * seen)
         after = torch.where(unseen, seen, after)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.model.loss import LossSums
+from surefoot.model.parts import Embedding
 from surefoot.parallel.forward_backward import ForwardBackward, MicroBatch
 from surefoot.train.evaluate import TrainingData
 from surefoot.train.setup import Setup
@@ -98,4 +99,6 @@ def with_nan_activations(
         here = setup.world.rank in ranks and batch_index in batches and not again
         return output * math.nan if here else None
 
-    state.model.get_submodule("embedding").register_forward_hook(spoil)
+    for module in state.model.modules():
+        if isinstance(module, Embedding):  # of a pipeline, one stage has it
+            module.register_forward_hook(spoil)

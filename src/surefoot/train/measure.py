@@ -175,7 +175,8 @@ def count_nonfinite(state: TrainState, setup: Setup, norm: float) -> tuple[int, 
     """
     if math.isfinite(norm):
         return 0, ""
-    counted, held = nonfinite_counts(state.parameters.values(), first_replica=setup.first_replica)
+    mine_2P = torch.stack(nonfinite_counts(state.parameters.values(), first_replica=setup.first_replica))
+    counted, held = setup.over_the_model(mine_2P)
     whole = torch.maximum(sum_over_ranks([counted], setup.world), max_over_ranks([held], setup.world)).tolist()
-    first = next((name for name, number in zip(state.parameters, whole, strict=True) if number > 0), "")
+    first = next((name for name, number in zip(setup.roles, whole, strict=True) if number > 0), "")
     return round(sum(whole)), first

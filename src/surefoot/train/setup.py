@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.config.errors import ConfigError
+from surefoot.config.layout_search import check_layout
 from surefoot.config.run import RunConfig
 from surefoot.model.count import flops_per_token
 from surefoot.model.parametrization import draw_parameter, fused_rows, residual_writers, roles
@@ -20,7 +21,7 @@ from surefoot.optim.build import build_optimizer
 from surefoot.optim.loss_scale import LossScale, ScaledForwardBackward
 from surefoot.optim.qk_clip import QKClip, build_qk_clip
 from surefoot.parallel.apply import apply_layout, compiles
-from surefoot.parallel.forward_backward import ForwardBackward
+from surefoot.parallel.forward_backward import ForwardBackward, Rows
 from surefoot.parallel.mesh import World
 from surefoot.parallel.precision import policy_of
 from surefoot.train.budget import planned_steps
@@ -49,8 +50,11 @@ class Setup:
     """Of every parameter of the whole model, in its order."""
     names: tuple[str, ...]
     """The parameters of this rank, in the same order."""
+    sizes: tuple[int, ...]
+    """Elements of every parameter of the whole model."""
     blocks: Mapping[int, nn.Module]
     """The blocks of this rank, by layer."""
+    rows: Rows
     sample: WeightSample
     """What update sizes are measured on."""
     qk_clip: QKClip | None = None
@@ -70,6 +74,18 @@ class Setup:
         """Of every parameter of this rank, the place of its role in ``role_names``."""
         return tuple(self.role_names.index(self.roles[name]) for name in self.names)
 
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Of every parameter of this rank, its place in the whole model."""
+        all_names = list(self.roles)
+        return tuple(all_names.index(name) for name in self.names)
+
+    def over_the_model(self, figures: Tensor, fill: float = 0.0) -> Tensor:
+        """Figures of this rank's parameters, in the last dim, among those of the whole model's; ``fill`` where another stage has it."""
+        whole = figures.new_full((*figures.shape[:-1], len(self.roles)), fill)
+        whole[..., list(self.places)] = figures
+        return whole
+
     @property
     def first_replica(self) -> bool:
         """Whether this rank's plain gradients are the ones that are counted."""
@@ -83,7 +99,7 @@ def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple
     the attention backend does not run on the device.
     """
     policy = policy_of(config.parallel)
-    check_rows(config, world.data_size)
+    check_layout(config, world.size)
     if config.model.attention_backend == "flex" and world.device.type == "cpu":
         raise ConfigError(["model.attention_backend=flex has no backward on the CPU; take auto, eager or sdpa"])
     set_determinism(config)
@@ -91,13 +107,23 @@ def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple
         model = Transformer(config.model, policy.compute, policy.weights)
     by_name = roles(model)
     draw = _drawing(config, by_name, residual_writers(model))
+    sizes = tuple(parameter.numel() for parameter in model.parameters())
     fused, custom = fused_rows(model), {n: custom_count(model, n) for n in lengths(config.data)}
     placed = apply_layout(model, config.parallel, world, draw=draw, fixed_order=config.determinism == "strict")
     parameters = placed.parameters
     optimizer = build_optimizer(parameters, by_name, config.optim, config.model, fused, replicas=world.size)
-    clipping = build_clipping(config.optim, parameters)
-    qk_clip = build_qk_clip(parameters, config.model, config.optim.qk_clip, compiled=compiles(config.parallel))
-    model.maxima = qk_clip.maxima if qk_clip else None
+    clipping = build_clipping(config.optim, parameters, tuple(by_name))
+    qk_clip = build_qk_clip(
+        parameters,
+        config.model,
+        config.optim.qk_clip,
+        compiled=compiles(config.parallel),
+        layout=world.layout,
+        tp_rank=world.place.tp,
+    )
+    for part in placed.model.modules():
+        if isinstance(part, Transformer):
+            part.maxima = qk_clip.maxima if qk_clip else None
     scale = LossScale.starting(config.parallel.loss_scale) if policy.loss_scaled else LossScale()
     state = TrainState(
         model=placed.model, parameters=parameters, optimizer=optimizer, clipping=clipping, loss_scale=scale
@@ -116,28 +142,13 @@ def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple
         peak_flops=peak_flops,
         roles=by_name,
         names=tuple(parameters),
+        sizes=sizes,
         blocks=placed.blocks,
-        sample=WeightSample(parameters, by_name, first_replica=world.counts_plain),
+        rows=placed.rows,
+        sample=WeightSample(parameters, by_name, first_replica=world.counts_plain, sizes=sizes),
         qk_clip=qk_clip,
     )
     return setup, state
-
-
-def check_rows(config: RunConfig, num_ranks: int) -> None:
-    """Raise ConfigError, with the nearest legal sizes, when some stage's batch does not divide over ranks and micro-batches."""
-    sizes = {"data.batch_size": config.data.batch_size}
-    sizes |= {f"data.batch_stages.{i}.batch_size": s.batch_size for i, s in enumerate(config.data.batch_stages)}
-    unit = num_ranks * (config.parallel.micro_batch_size or 1)
-    for key, size in sizes.items():
-        if size % unit:
-            low, high = size // unit * unit, -(-size // unit) * unit
-            nearest = f"{low}, {high}" if low else f"{high}"
-            raise ConfigError(
-                [
-                    f"{key}={size} does not divide over {num_ranks} ranks with parallel.micro_batch_size="
-                    f"{config.parallel.micro_batch_size}; nearest: {nearest}"
-                ]
-            )
 
 
 def set_determinism(config: RunConfig) -> None:
