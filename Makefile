@@ -32,7 +32,8 @@ proof: dev       ## the long proofs; resumable, results under docs/proof
 	@.venv/bin/surefoot drill --out docs/proof/drill --markdown docs/drill.md
 	@$(RUN) surefoot.scale.transfer_proof --out docs/proof/transfer --docs docs
 
-device-check: dev ## the checks that need a GPU
+device-check: dev ## the checks that need a GPU, about five minutes on an H200; without one, whether their script runs
 	@$(RUN) pytest -m device tests/device -s
+	@.venv/bin/python benchmarks/device_check.py --budget-s 200 --out $${OUT:-runs}/device-check.json
 
 .PHONY: help venv dev train drill test check proof device-check

@@ -166,3 +166,23 @@ FORK_FIRST_UPDATE = 0.1
 measured 0.98 to 1.00, while moments that were not started anew gave 49 and 0.2."""
 FORK_ROUNDED = 1e-5
 """Adam's corrected moments after one multiplication in fp32 more; the correction of 1 - 0.999^10 in fp32 costs three digits of seven."""
+
+# Context parallelism
+
+CONTEXT_BF16 = 1.5
+"""How much further from fp64 bf16 attention and its gradients are on four ranks in a ring than on one: up to 1.3 over four
+seeds, 5.4e-3 against 4.2e-3; its backward starts from the rounded output instead of the unrounded weights."""
+CONTEXT_RUN = {"loss": 2e-5, "gradient": 3e-2}
+"""Two context ranks against one in bf16: the loss and every gradient of the first step. Measured, the worse of ring and all-to-all, DDP and FSDP2:
+4.5e-6 and 8.4e-3, where bf16 itself is 2e-2 from fp64 (BF16_GRADIENT); a mask that forgets documents shows at 1e-1 and more."""
+TENSOR_BF16 = (1e-4, 3e-3, 3e-2)
+"""Two tensor parallel ranks against one, bf16: loss, gradient norm and the gradient of any tensor of the first step, relative. What is
+summed over ranks are partial sums that were rounded to bf16 (2^-9) where one rank rounds the sum once: measured 1e-6, 3e-4, 5e-3, and on four
+ranks up to 8e-6, 3e-4, 1.3e-2."""
+OTHER_LAYOUT = 1e-10
+"""Losses, norms, weights and moments in fp64 of a run continued on other ranks against the one that was not: sums of other orders; promise 6."""
+
+# Pipelines
+
+PIPELINE_BF16 = 0.02
+"""Per tensor, bf16 gradients of micro-batches through two stages against the same micro-batches on one process."""

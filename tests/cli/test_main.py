@@ -18,6 +18,7 @@ INSIDE = {
     "surefoot.config.text_value.NotReadable",  # becomes a ConfigError in the decoder
     "surefoot.train.rollback.NoTarget",  # becomes a halt in the loop
     "surefoot.proof.rehearsal.Crashed",  # an injected death
+    "surefoot.proof.parity_trace.Incoherent",  # becomes the verdict on a layout
     "surefoot.parallel.fork_launch.RankFailed",  # of the launcher that tests use
     "surefoot.interop.trainers.GuardHalted",  # raised into somebody else's loop
 }
@@ -50,6 +51,7 @@ def command_that_raises(monkeypatch: pytest.MonkeyPatch, error: BaseException) -
         ["sweep", "tiny", "--vary", "optim.lrr=1e-3,1e-2"],
         ["config", "--help"],
         ["coordcheck", "--help"],
+        ["parity", "--help"],
         ["config", "show", "tiny", "--optim.lr", "1e-3"],
         ["config", "diff", "tiny", "nothing-there"],
         ["--complete", "train", ""],
@@ -77,6 +79,7 @@ def test_the_issues_commands_are_there() -> None:
         "data",
         "guard",
         "drill",
+        "parity",
         "coordcheck",
         "sweep",
         "transfer",
@@ -91,7 +94,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys: pytest.CaptureF
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        "command = 'doctr' is not one of train, fork, runs, report, sample, data, guard, drill, coordcheck, sweep, transfer, advise, doctor, config; nearest: 'doctor'\n"
+        "command = 'doctr' is not one of train, fork, runs, report, sample, data, guard, drill, parity, coordcheck, sweep, transfer, advise, doctor, config; nearest: 'doctor'\n"
     )
 
 

@@ -210,10 +210,13 @@ def test_ranks_must_share_every_batch_evenly() -> None:
     assert validate(config) == []
     assert validate(config, world_size=1) == []
     assert validate(config, world_size=2) == [
-        "data.batch_stages.0.batch_size=52 is not divisible by 2 ranks times parallel.micro_batch_size=4; nearest: 48, 56"
+        "data.batch_stages.0.batch_size=52 is not divisible by 2 ranks times parallel.micro_batch_size=4; nearest: 48, 56\n"
+        "nearest layout on 2 ranks: --parallel.micro_batch_size 2"
     ]
     assert validate(tiny(), world_size=5) == ["data.batch_size=32 is not divisible by 5 ranks; nearest: 30, 35"]
-    assert validate(tiny(), world_size=64) == ["data.batch_size=32 is not divisible by 64 ranks; nearest: 64"]
+    assert validate(tiny(), world_size=64) == [
+        "data.batch_size=32 is not divisible by 64 ranks; nearest: 64\nnearest layout on 64 ranks: --parallel.tp 2"
+    ]
 
 
 def test_every_rank_must_have_rows_for_every_piece_of_a_noise_measurement() -> None:
@@ -239,7 +242,7 @@ def test_a_recipe_breaks_no_rule() -> None:
 def test_every_number_of_the_config_has_a_range() -> None:
     tables = every_setting(RunConfig)
     held = {key.replace(".0", ".*") for key, setting in tables if setting.annotation in (int, float)}
-    held.add("data.mixture_stages.*.weights.*")
+    held |= {"data.mixture_stages.*.weights.*", "parallel.pipeline.layers.*"}
     assert held == set(BOUNDS)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from surefoot.config.optim import AdamW, Muon
 from surefoot.config.run import RunConfig
@@ -18,10 +18,9 @@ from surefoot.data.loader import Loader
 from surefoot.model.parametrization import fused_rows
 from surefoot.optim.build import build_optimizer
 from surefoot.optim.muon import MuonRule
-from surefoot.optim.newton_schulz import product_cost
 from surefoot.optim.optimizer import Setting, Update
 from surefoot.parallel.digest import digest_tensors
-from surefoot.parallel.exchange import MatrixExchange, share_out
+from surefoot.parallel.exchange import peers_of, share_out
 from surefoot.parallel.fork_launch import run_ranks
 from surefoot.parallel.mesh import World, join_world
 from surefoot.proof.faults import with_nan_gradients
@@ -215,20 +214,20 @@ def test_work_is_shared_out_evenly_and_always_alike() -> None:
     assert share_out([1.0], 3) == [0]
 
 
-def test_tensors_placed_in_another_way_are_refused() -> None:
+def test_tensors_of_several_meshes_and_strange_replicas_are_refused() -> None:
     with pytest.raises(ValueError, match="replicas=2 is not the number of ranks"):
-        MatrixExchange([torch.zeros(2, 2)], [(2,)], product_cost, replicas=2)
-    run_ranks(2, refused_placements)
+        peers_of([torch.zeros(2, 2)], replicas=2)
+    run_ranks(2, refused_meshes)
 
 
-def refused_placements(rank: int, world: int) -> None:
+def refused_meshes(rank: int, world: int) -> None:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world,))
-    columns = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)])
-    with pytest.raises(ValueError, match=r"shape \(4, 4\) placed as \(Shard\(dim=1\),\).*rows that one axis shards"):
-        MatrixExchange([columns], [(4,)], product_cost)
     rows = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])
-    with pytest.raises(ValueError, match="1 of 2 tensors are sharded: all are, or none"):
-        MatrixExchange([rows, torch.zeros(4, 4)], [(4,), (4,)], product_cost)
+    with pytest.raises(ValueError, match="1 of 2 tensors are on a mesh: all are, or none"):
+        peers_of([rows, torch.zeros(4, 4)])
+    other = torch.distributed.device_mesh.init_device_mesh("cpu", (1, world))
+    with pytest.raises(ValueError, match="work is shared out over one mesh"):
+        peers_of([rows, distribute_tensor(torch.zeros(4, 4), other, [Replicate(), Shard(0)])])
 
 
 # bf16 state

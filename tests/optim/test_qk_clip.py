@@ -5,14 +5,15 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from surefoot.config.model import Custom, GroupedQueryAttention, ModelConfig, SwiGLU
-from surefoot.config.parallel import ParallelConfig
 from surefoot.model.attention_maxima import AttentionMaxima
 from surefoot.optim.qk_clip import QKClip, build_qk_clip
+from surefoot.parallel.boxes import Box, box_of, cut_box
 from surefoot.parallel.fork_launch import run_ranks
-from surefoot.parallel.mesh import join_world
 
 HEADS, WIDTH, MODEL = 6, 5, 7
 INF = math.inf
@@ -29,7 +30,7 @@ def weights(kv_heads: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
 
 def clip_of(query: Tensor, key: Tensor, threshold: float = 100.0) -> QKClip:
     attention = GroupedQueryAttention(num_heads=HEADS, num_kv_heads=key.shape[0] // WIDTH, d_head=WIDTH)
-    return QKClip(threshold, attention, [(query, key)], AttentionMaxima(threshold, 1, HEADS))
+    return QKClip(threshold, attention, {0: (query, key)}, AttentionMaxima(threshold, 1, HEADS))
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -80,23 +81,37 @@ def test_bf16_weights_are_rounded_to_nearest() -> None:
     assert torch.equal(query[rows], (old[rows].float() * (100.0 / 300.0)).bfloat16())
 
 
-def shards_of_one_rank(rank: int, world: int) -> tuple[Tensor, Tensor, int]:
-    """Four ranks hold 8, 8, 8 and 6 of 30 query rows: heads of 5 rows lie across them."""
-    mesh = join_world(ParallelConfig(device="cpu", threads=1)).mesh
-    query, key = (distribute_tensor(w, mesh, [Shard(0)]) for w in weights(HEADS))
-    clipped = clip_of(query, key).apply([[-INF, 400.0, 1.0, 250.0, 1.0, 5000.0]])
-    assert isinstance(query, DTensor)
-    assert isinstance(key, DTensor)
-    return query.full_tensor(), key.full_tensor(), clipped
+PLACED: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
+    "rows": ((1, 4), (Replicate(), Shard(0))),
+    "rows of rows": ((2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
+    "rows and columns": ((2, 2), (Shard(0), Shard(1))),
+    "replicas": ((2, 2), (Replicate(), Shard(0))),
+}
+"""Four ranks hold up to 8 of 30 query rows: heads of 5 rows lie across them."""
 
 
-def test_shards_that_cut_through_heads_are_scaled_as_the_whole_to_the_bit() -> None:
+def shards_of_one_rank(rank: int, world: int, layout: str) -> tuple[list[tuple[Box, Tensor]], int]:
+    axes, placements = PLACED[layout]
+    mesh = init_device_mesh("cpu", axes)
+    placed = []
+    for whole in weights(HEADS):
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        box = cut_box(tuple(whole.shape), axes, placements, coordinate)
+        local = whole[box.slices].clone()
+        placed.append(DTensor.from_local(local, mesh, placements, shape=whole.shape, stride=whole.stride()))
+    clipped = clip_of(placed[0], placed[1]).apply([[-INF, 400.0, 1.0, 250.0, 1.0, 5000.0]])
+    return [(box_of(tensor), tensor.to_local()) for tensor in placed], clipped
+
+
+@pytest.mark.parametrize("layout", PLACED)
+def test_shards_that_cut_through_heads_are_scaled_as_the_whole_to_the_bit(layout: str) -> None:
     query, key = weights(HEADS)
     clip_of(query, key).apply([[-INF, 400.0, 1.0, 250.0, 1.0, 5000.0]])
-    for there_query, there_key, clipped in run_ranks(4, shards_of_one_rank):
+    for placed, clipped in run_ranks(4, shards_of_one_rank, layout):
         assert clipped == 3
-        assert torch.equal(bits(there_query), bits(query))
-        assert torch.equal(bits(there_key), bits(key))
+        for (box, local), whole in zip(placed, (query, key), strict=True):
+            assert torch.equal(bits(local), bits(whole[box.slices]))
 
 
 def test_it_is_built_over_every_layer_and_only_where_it_is_on() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from surefoot.optim.rounding import round_stochastically
+from surefoot.parallel.boxes import Box
 from tolerances import NOISE_SIGMAS
 
 COUNT = 1 << 16
@@ -84,13 +85,33 @@ def test_the_smallest_numbers_are_unbiased_too() -> None:
 def test_any_sharding_rounds_each_element_as_the_whole_tensor_does(cut: int) -> None:
     values = torch.randn(150_001, generator=torch.Generator().manual_seed(1))
     whole = rounded(values)
-    parts = [rounded(values[:cut]), rounded(values[cut:], first=cut)]
+    parts = [rounded(values[:cut]), rounded(values[cut:], start=cut)]
     assert torch.equal(torch.cat(parts), whole)
     assert not torch.equal(rounded(values[cut:]), whole[cut:])
 
 
 @pytest.mark.parametrize(
-    "other", [{"seed": 4}, {"batch_index": 12}, {"purpose": "weights"}, {"name": "blocks.1.w"}, {"first": 1}]
+    "box",
+    [
+        Box((60, 96), (12, 32), (30, 48)),  # hashes whole
+        Box((60, 96), (12, 30), (30, 48)),  # begins inside of one
+        Box((60, 96), (12, 32), (30, 47)),
+        Box((60, 95), (12, 32), (30, 48)),
+        Box((60, 96), (20, 0), (7, 96)),  # unbroken
+        Box((6, 10, 96), (1, 5, 0), (4, 5, 96)),
+        Box((60, 96), (7, 0), (0, 96)),
+    ],
+)
+@pytest.mark.parametrize("cut", [0, 3, 64])
+def test_any_box_of_a_tensor_is_rounded_as_the_whole_tensor_is(box: Box, cut: int) -> None:
+    values = torch.randn(box.whole, generator=torch.Generator().manual_seed(1))
+    mine = values[box.slices].flatten()
+    found = torch.cat([rounded(mine[:cut], box=box), rounded(mine[cut:], box=box, start=cut)])
+    assert torch.equal(found, rounded(values)[box.slices].flatten())
+
+
+@pytest.mark.parametrize(
+    "other", [{"seed": 4}, {"batch_index": 12}, {"purpose": "weights"}, {"name": "blocks.1.w"}, {"start": 1}]
 )
 def test_another_seed_batch_purpose_name_or_place_draws_anew(other: dict[str, object]) -> None:
     signs, others = 2 * ups() - 1, 2 * ups(**other) - 1

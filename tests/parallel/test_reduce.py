@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from surefoot.config.parallel import ParallelConfig
+from surefoot.parallel.boxes import cut_box
 from surefoot.parallel.fork_launch import run_ranks
 from surefoot.parallel.mesh import World, join_world
 from surefoot.parallel.reduce import (
@@ -107,6 +109,32 @@ def shard_sums(rank: int, world: int) -> list[float]:
     tensors = [distribute_tensor(whole, mesh, [Shard(0)]), whole, distribute_tensor(whole, mesh, [Replicate()])]
     shares = [t.to_local().sum() if isinstance(t, DTensor) else t.sum() for t in tensors]
     return sum_over_shards(torch.stack(shares).double(), tensors).tolist()
+
+
+def strided_sums(rank: int, world: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(30.0).view(5, 6)
+    tensors, shares = [], []
+    for placements in STRIDED:
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        local = whole[cut_box((5, 6), (2, 2), placements, coordinate).slices]
+        tensors.append(DTensor.from_local(local, mesh, placements, shape=whole.shape, stride=whole.stride()))
+        shares.append(local.double().sum())
+    return sum_over_shards(torch.stack(shares), tensors).tolist()
+
+
+STRIDED: list[list[Placement]] = [
+    [_StridedShard(0, split_factor=2), Shard(0)],
+    [Replicate(), Shard(0)],
+    [Shard(1), Replicate()],
+    [Shard(0), Shard(1)],
+    [Replicate(), Replicate()],
+]
+
+
+def test_a_sum_over_shards_knows_strided_shards_and_replicas() -> None:
+    assert run_ranks(4, strided_sums) == [[435.0] * len(STRIDED)] * 4
 
 
 def test_a_sum_over_shards_counts_every_element_once_however_the_tensor_lies() -> None:

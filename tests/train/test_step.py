@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from surefoot.config.errors import ConfigError
 from surefoot.config.run import RunConfig
 from surefoot.data.build import prepare
 from surefoot.data.loader import Batch, Loader
@@ -22,7 +21,7 @@ from surefoot.parallel.digest import digest_tensors
 from surefoot.parallel.fork_launch import run_ranks
 from surefoot.parallel.mesh import World, join_world
 from surefoot.proof.faults import with_nan_gradients
-from surefoot.train.setup import check_rows, set_up
+from surefoot.train.setup import set_up
 from surefoot.train.step import SMOOTHING, StepOutcome, smoothed, split, train_step
 from tolerances import CLIPPED_NORM, FP64_ORDER, FP64_RANKS
 
@@ -107,16 +106,6 @@ def test_no_step_draws_from_torchs_own_generator(
     before = torch.get_rng_state()
     train_step(state, loader.batch(0), setup)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_rows_that_do_not_divide_over_ranks_and_micro_batches_are_refused_with_the_nearest(
-    config: RunConfig, vary: Callable[..., RunConfig]
-) -> None:
-    with pytest.raises(ConfigError, match=r"data.batch_size=4 does not divide over 3 ranks.*nearest: 3, 6"):
-        check_rows(config, 3)
-    with pytest.raises(ConfigError, match=r"nearest: 6"):
-        check_rows(vary(config, **{"parallel.micro_batch_size": 3}), 2)
-    check_rows(config, 2)
 
 
 def test_document_numbers_reach_the_model_only_where_they_mask(

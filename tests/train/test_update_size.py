@@ -5,11 +5,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from surefoot.config.run import RunConfig
 from surefoot.data.build import prepare
 from surefoot.data.loader import Loader
 from surefoot.model.role_scaling import Role
+from surefoot.parallel.boxes import cut_box
 from surefoot.parallel.fork_launch import run_ranks
 from surefoot.parallel.mesh import join_world
 from surefoot.train.setup import set_up
@@ -88,3 +92,34 @@ def test_the_parts_of_two_ranks_are_the_sample_of_one(
     assert sorted(parts[0][1] + parts[1][1]) == pytest.approx(sorted(after), rel=1e-9, abs=1e-12)
     assert before != after
     assert (len(parts[1][0]) > 0) == (layout == "fsdp")
+
+
+def read_in_pieces(rank: int, world: int) -> list[float]:
+    """Rows and columns of two tensors over four ranks, rows of rows of a third, and a replicated one."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    placed: list[tuple[Placement, ...]] = [
+        (Shard(0), Shard(1)),
+        (Replicate(), Shard(1)),
+        (_StridedShard(0, split_factor=2), Shard(0)),
+        (Replicate(), Replicate()),
+    ]
+    parameters = {}
+    for (name, whole), placements in zip(numbered(**PIECES).items(), placed, strict=True):
+        local = whole.detach()[cut_box(tuple(whole.shape), (2, 2), placements, coordinate).slices].contiguous()
+        parameters[name] = DTensor.from_local(local, mesh, placements, shape=whole.shape, stride=whole.stride())
+    sample = WeightSample(parameters, dict.fromkeys(parameters, "hidden"), first_replica=rank == 0)
+    return sample.read().tolist()
+
+
+PIECES = {"a": (90, 70), "b": (41, 33), "c": (30, 20), "d": (7, 3)}
+
+
+def test_columns_and_strided_rows_of_four_ranks_are_together_the_sample_of_the_whole() -> None:
+    parameters = numbered(**PIECES)
+    whole = WeightSample(parameters, roles_of(parameters), first_replica=True)
+    assert whole.stride > 1
+    parts = run_ranks(4, read_in_pieces)
+    assert all(parts[:3])
+    assert sorted(value for part in parts for value in part) == whole.read().tolist()

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 from surefoot.cli import exit_codes
 from surefoot.config.data import Shards
 from surefoot.config.fingerprint import fingerprint
+from surefoot.config.layout_search import check_layout
 from surefoot.config.run import ByFlops, ByHours, ByMoney, BySteps, ByTokens, RunConfig
 from surefoot.monitor.wording import duration, short
 
@@ -24,6 +26,7 @@ def show_dry_run(config: RunConfig, folder: Path, *, as_json: bool) -> int:
             open_source(source.name, Path(source.documents.path))
         else:
             list_names(source.documents)
+    check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))  # before ranks wait for each other
     world = join_world(config.parallel, strict=config.determinism == "strict")
     try:
         settled = settle(config, None, world)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from surefoot.cli import exit_codes
 from surefoot.config.codec import from_toml, to_dict
 from surefoot.config.fingerprint import refuse_changes
+from surefoot.config.layout_search import check_layout
 from surefoot.config.run import RunConfig
 from surefoot.monitor.console import ConsoleWatcher, print_summary
 from surefoot.monitor.facts import RunFacts
@@ -137,6 +138,7 @@ def run_to_end(
     from surefoot.train.run import open_run
 
     notices, progress = Notices(), BuildProgress()
+    check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))  # before ranks wait for each other
     world = join_world(config.parallel, strict=config.determinism == "strict")
     try:
         with (

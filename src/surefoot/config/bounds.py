@@ -112,6 +112,7 @@ BOUNDS: Mapping[str, Bound] = {
     "parallel.tp": AT_LEAST_1,
     "parallel.pp": AT_LEAST_1,
     "parallel.pipeline.stages_per_rank": AT_LEAST_0,
+    "parallel.pipeline.layers.*": AT_LEAST_1,
     "parallel.cp": AT_LEAST_1,
     "parallel.nccl.data.max_ctas": AT_LEAST_0,
     "parallel.nccl.cp.max_ctas": AT_LEAST_0,

@@ -3,13 +3,34 @@
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from surefoot.config.codec import to_dict
 from surefoot.config.diff import ABSENT, diff, flatten
 from surefoot.config.errors import ConfigError, closest
 from surefoot.config.run import RunConfig
 
+LAYOUT = tuple(
+    f"parallel.{name}"
+    for name in (
+        "data_parallel",
+        "shard_size",
+        "tp",
+        "pp",
+        "pipeline",
+        "cp",
+        "cp_attention",
+        "recompute",
+        "offload",
+        "nccl",
+        "micro_batch_size",
+    )
+)
+"""Keys that say how the work is cut. Like the number of ranks they are no part of which run it is, only of its last bits; that they changed
+is said at resume."""
+
 FREE = (
+    *LAYOUT,
     "log",
     "checkpoint",
     "parallel.timeout_s",
@@ -18,7 +39,7 @@ FREE = (
     "guard.snapshot_every",
     "guard.snapshot_budget_gib",
 )
-"""Keys that cannot change the surviving run: not in the fingerprint, free to change at resume."""
+"""Keys that cannot change the surviving run, but for rounding: not in the fingerprint, free to change at resume."""
 
 _QUOTE = '"'
 _SHOWN = 3
@@ -29,6 +50,11 @@ def fingerprint(cfg: RunConfig) -> str:
     decisive = {key: value for key, value in flatten(to_dict(cfg)).items() if not _under(key, FREE)}
     text = json.dumps(decisive, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def layout_settings(cfg: RunConfig) -> dict[str, Any]:
+    """The settings of the layout, as plain values by dotted key."""
+    return {key: value for key, value in flatten(to_dict(cfg)).items() if _under(key, LAYOUT)}
 
 
 def changed_computation(before: RunConfig, now: RunConfig, allowed: Iterable[str] = ()) -> list[str]:

@@ -86,7 +86,8 @@ class ParallelConfig:
     """How queries meet the keys of other ranks: keys and values go round (arXiv:2310.01889), or heads are exchanged for tokens
     (arXiv:2309.14509)."""
     recompute: Literal["none", "full", "selective"] = "none"
-    """Activation checkpointing of every block: full keeps only its input, selective also the results of matrix products and attention."""
+    """Activation checkpointing of every block: full keeps only its input, selective also the results of products with weights and of fused
+    attention."""
     offload: bool = False
     """Keep master weights and moments in the host's memory and update there; needs zero1, zero2 or fsdp."""
     nccl: NcclConfig = NcclConfig()

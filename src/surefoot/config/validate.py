@@ -6,6 +6,8 @@ from typing import Any
 
 from surefoot.config.bounds import out_of_range
 from surefoot.config.data import BpeTokenizer, BytesTokenizer, DataConfig, RepetitionMask
+from surefoot.config.layout_rules import recompute_rules
+from surefoot.config.layout_search import layout_problems
 from surefoot.config.model import Custom, GroupedQueryAttention, ModelConfig, Standard
 from surefoot.config.optim import GlobalNorm, OptimConfig
 from surefoot.config.optim_rules import moments, optimizer_rules
@@ -21,7 +23,7 @@ _LEAST_TRUNCATION = 0.5  # below it nearly every draw is redrawn
 
 
 def validate(cfg: RunConfig, world_size: int | None = None) -> list[str]:
-    """Every broken rule of a config as a sentence; with ``world_size`` (ranks) also whether they can share a batch."""
+    """Every broken rule of a config as a sentence; with ``world_size`` also whether so many ranks can share the work."""
     parts = {name: getattr(cfg, name) for name in RunConfig.__dataclass_fields__}
     return list(dict.fromkeys(rule.text for rule in broken_rules(parts, world_size)))
 
@@ -50,6 +52,7 @@ def broken_rules(parts: Mapping[str, Any], world_size: int | None = None) -> lis
         (_qk_clip, ("model", "optim")),
         (_repetition, ("data",)),
         (_micro_batches, ("data", "parallel")),
+        (recompute_rules, ("model", "optim", "parallel")),
         (_checkpoint, ("checkpoint",)),
         (_log, ("log",)),
     )
@@ -59,9 +62,8 @@ def broken_rules(parts: Mapping[str, Any], world_size: int | None = None) -> lis
             rules = check(*(parts[name] for name in needs))
             # A number out of its range makes every rule that it enters noise.
             found += [rule for rule in rules if not wrong.intersection(rule.keys)]
-    if world_size is not None and {"data", "parallel"} <= parts.keys() and not wrong:
-        found += _ranks(parts["data"], parts["parallel"], world_size)
-        found += noise_rules(parts["data"], parts["log"], world_size) if "log" in parts else ()
+    if {"model", "data", "parallel"} <= parts.keys() and not wrong:
+        found += layout_problems(parts["model"], parts["data"], parts["parallel"], parts.get("log"), world_size)
     return found
 
 
@@ -230,15 +232,6 @@ def _micro_batches(data: DataConfig, parallel: ParallelConfig) -> Iterator[Rule]
         if micro > 0 and size % micro:
             text = f"{key}={size} is not divisible by parallel.micro_batch_size={micro}"
             yield Rule((key, "parallel.micro_batch_size"), f"{text}; nearest: {nearest_multiples(size, micro)}")
-
-
-def _ranks(data: DataConfig, parallel: ParallelConfig, world_size: int) -> Iterator[Rule]:
-    unit = world_size * max(1, parallel.micro_batch_size)
-    for key, size in batch_sizes(data):
-        if size % unit:
-            micro = f" times parallel.micro_batch_size={parallel.micro_batch_size}" if parallel.micro_batch_size else ""
-            text = f"{key}={size} is not divisible by {world_size} ranks{micro}"
-            yield Rule((key, "parallel.micro_batch_size"), f"{text}; nearest: {nearest_multiples(size, unit)}")
 
 
 def _checkpoint(checkpoint: CheckpointConfig) -> Iterator[Rule]:

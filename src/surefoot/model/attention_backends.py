@@ -55,8 +55,8 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor) -> Tensor:
         (rows, tokens, heads, width), kv_heads = q_BTNH.shape, k_BSKH.shape[2]
-        q = _heads_first(q_BTNH, kv_heads) * width**-0.5
-        k, v = _heads_first(k_BSKH, kv_heads)[:, 0], _heads_first(v_BSKH, kv_heads)[:, 0]
+        q = heads_first(q_BTNH, kv_heads) * width**-0.5
+        k, v = heads_first(k_BSKH, kv_heads)[:, 0], heads_first(v_BSKH, kv_heads)[:, 0]
         out = torch.empty_like(q)
         kept = []
         step = max(QUERY_BLOCK, -(-tokens // MAX_BLOCKS))
@@ -68,14 +68,14 @@ class _BlockedAttention(torch.autograd.Function):
             kept.append(torch.softmax(scores, dim=-1))
             out[:, :, start:stop] = torch.bmm(kept[-1], v[:, :stop]).view_as(out[:, :, start:stop])
         ctx.save_for_backward(q, k, v, *kept)
-        return _heads_last(out, rows)
+        return heads_last(out, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BTNH: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *kept = ctx.saved_tensors
         rows = grad_BTNH.shape[0]
-        grad = _heads_first(grad_BTNH, k.shape[0] // rows)
+        grad = heads_first(grad_BTNH, k.shape[0] // rows)
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         start = 0
         for weights in kept:
@@ -87,18 +87,18 @@ class _BlockedAttention(torch.autograd.Function):
             grad_k[:, :stop] += torch.bmm(grad_scores.transpose(1, 2), q_block)
             grad_v[:, :stop] += torch.bmm(weights.transpose(1, 2), grad_block)
             start = stop
-        grad_q = _heads_last(grad_q.mul_(q.shape[-1] ** -0.5), rows)
-        return grad_q, _heads_last(grad_k[:, None], rows), _heads_last(grad_v[:, None], rows), None
+        grad_q = heads_last(grad_q.mul_(q.shape[-1] ** -0.5), rows)
+        return grad_q, heads_last(grad_k[:, None], rows), heads_last(grad_v[:, None], rows), None
 
 
-def _heads_first(x_BTNH: Tensor, kv_heads: int) -> Tensor:
+def heads_first(x_BTNH: Tensor, kv_heads: int) -> Tensor:
     """(B K, G, T, H), contiguous."""
     rows, tokens, heads, width = x_BTNH.shape
     grouped = x_BTNH.reshape(rows, tokens, kv_heads, heads // kv_heads, width).permute(0, 2, 3, 1, 4)
     return grouped.reshape(rows * kv_heads, heads // kv_heads, tokens, width).contiguous()
 
 
-def _heads_last(x: Tensor, rows: int) -> Tensor:
+def heads_last(x: Tensor, rows: int) -> Tensor:
     """The inverse: (B, T, N, H), contiguous."""
     group, tokens, width = x.shape[1:]
     return x.view(rows, -1, group, tokens, width).permute(0, 3, 1, 2, 4).reshape(rows, tokens, -1, width)

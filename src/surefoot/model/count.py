@@ -151,3 +151,110 @@ def _feed_forward_params(cfg: ModelConfig) -> int:
 
 def _norm_params(cfg: ModelConfig) -> int:
     return cfg.d_model if isinstance(cfg.norm, RMSNorm) else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTokens:
+    """What one rank computes of one micro-batch, and how."""
+
+    rows: int
+    seq_len: int
+    """Of a whole row."""
+    cp: int = 1
+    tp: int = 1
+    element_bytes: int
+    """Of the compute dtype."""
+    kernel: str = "eager"
+    """``eager``, ``fused`` (sdpa, flex) or ``ring``."""
+    recompute: str = "none"
+    fused_norms: bool = False
+    """One kernel that keeps its input and a number a token, as on a GPU; else what torch's CPU norm keeps."""
+    document_mask: bool = False
+    casts_angles: bool = False
+    """FSDP2 rounds a copy of the angles to the compute dtype."""
+
+    @property
+    def positions(self) -> int:
+        """Tokens that attention and feed-forward see here."""
+        return self.rows * self.seq_len // self.cp
+
+    @property
+    def pieces(self) -> int:
+        """Tokens of the residual stream here (sequence parallel)."""
+        return self.positions // self.tp
+
+    @property
+    def wide(self) -> int:
+        """Bytes of what stays in fp32 at least."""
+        return max(4, self.element_bytes)
+
+
+def block_bytes(cfg: ModelConfig, at: RankTokens) -> int:
+    """What one block keeps from its forward to its backward, by the accounting of arXiv:2205.05198 section 4 for our own parts.
+
+    Of each token: two norms (input and normalised input in fp32, and one number; a fused one keeps its input as it is), the input of the
+    projections and of gate and up (gathered over tp), queries, keys, values, attention's own, the input of its output product, and four
+    times d_ff. ``full`` keeps the block's input, ``selective`` also the results of its products with weights, and of fused attention with
+    them. Built-in parts only.
+    """
+    part, element = cfg.attention, at.element_bytes
+    heads, kv_heads, width = (part.num_heads, part.num_kv_heads, part.d_head) if _built_in(cfg) else (0, 0, 0)  # type: ignore[union-attr]
+    queries, keys = heads * width // at.tp, kv_heads * width // at.tp
+    d_ff = cfg.feed_forward.d_ff // at.tp if isinstance(cfg.feed_forward, SwiGLU) else 0
+    stream = at.pieces * cfg.d_model * element
+    if at.recompute == "full":
+        return stream
+    statistic = heads // at.tp * at.wide if at.kernel in ("fused", "ring") else 0
+    if at.recompute == "selective":
+        attended = queries * element + statistic if at.kernel == "fused" else 0
+        products = queries + 2 * keys + 2 * d_ff + 2 * cfg.d_model
+        return stream + at.positions * (products * element + attended)
+    norms = 2 * _norm_bytes(cfg, at) if isinstance(cfg.norm, RMSNorm) else 0
+    kept = queries + 2 * keys + queries + 4 * d_ff + 2 * cfg.d_model
+    per_position = kept * element + statistic
+    if at.kernel == "eager":
+        per_position += heads // at.tp * element * seen_keys(at.seq_len) // at.seq_len
+    if _built_in(cfg) and part.qk_norm:  # type: ignore[union-attr]
+        each = width * element if at.fused_norms else 2 * width * at.wide
+        per_position += (heads + kv_heads) // at.tp * (each + at.wide)
+    return norms + at.positions * per_position
+
+
+def ends_bytes(cfg: ModelConfig, at: RankTokens, *, embeds: bool = True, predicts: bool = True) -> int:
+    """What is kept of a micro-batch outside the blocks: angles, tokens, the eager kernel's mask where it is used again, the last norm, and the gradients of the loss, which are there as
+    soon as the loss is (of the output projection in fp32)."""
+    total = 0
+    if _built_in(cfg):
+        angles = at.positions * cfg.attention.d_head  # type: ignore[union-attr]
+        total += angles * (at.element_bytes if at.casts_angles and at.element_bytes < 4 else at.wide)
+        if at.kernel == "eager" and at.recompute != "none":
+            total += (at.rows if at.document_mask else 1) * at.seq_len**2 * at.element_bytes
+    if embeds:
+        total += at.positions * 8
+    if predicts:
+        last = _norm_bytes(cfg, at) if isinstance(cfg.norm, RMSNorm) else 0
+        losses = at.positions * (2 * at.wide + 8)
+        of_output = cfg.vocab_size // at.tp * cfg.d_model * at.wide
+        total += last + losses + at.positions * cfg.d_model * at.element_bytes + of_output
+    return total
+
+
+def logits_bytes(cfg: ModelConfig, at: RankTokens) -> int:
+    """The chunk of logits that exists while the loss is computed; over tp and on a GPU a copy in fp32 beside narrow ones."""
+    width = at.element_bytes + (at.wide if at.element_bytes < 4 and (at.tp > 1 or at.fused_norms) else 0)
+    return min(at.positions, cfg.loss.chunk_tokens) * (cfg.vocab_size // at.tp) * width
+
+
+def seen_keys(seq_len: int) -> int:
+    """Keys that all queries of a row meet in the eager kernel, which takes queries in at most 8 blocks of at least 64."""
+    step = max(64, -(-seq_len // 8))
+    return sum((min(start + step, seq_len) - start) * min(start + step, seq_len) for start in range(0, seq_len, step))
+
+
+def _norm_bytes(cfg: ModelConfig, at: RankTokens) -> int:
+    each = cfg.d_model * at.element_bytes if at.fused_norms else 2 * cfg.d_model * at.wide
+    return at.pieces * (each + at.wide)
+
+
+def _built_in(cfg: ModelConfig) -> bool:
+    return isinstance(cfg.attention, GroupedQueryAttention)

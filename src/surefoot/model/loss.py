@@ -1,5 +1,6 @@
 """Next-token cross-entropy in nats, with the output projection folded in so that all logits never exist at once."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -37,20 +38,31 @@ class NextTokenLoss(Protocol):
     ) -> LossSums: ...
 
 
+Normalise = Callable[[Tensor, Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
+"""Logits (rows, V), labels (rows, 1), which rows count, and the weight of the squared log-normaliser, or None where no gradient is wanted,
+to the log-normaliser and the label's logit of each row. With a weight the logits become their own gradient, in place."""
+
+
 def next_token_loss(
-    hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, z_loss: float, chunk_tokens: int
+    hidden_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    *,
+    z_loss: float,
+    chunk_tokens: int,
+    normalise: Normalise | None = None,
 ) -> LossSums:
     """Cross-entropy of logits hidden weight^T, and z_loss times the squared log-normaliser.
 
     Gradients are computed chunk by chunk along with the loss, when any is needed. Precision: the product is rounded to the dtype of hidden
     (as a plain ``F.linear`` is); normaliser, losses and sums are fp32; the logits' gradient is rounded to the dtype of hidden for its two
     products, whose results are summed over chunks in fp32 for the weight. In fp64 everything is fp64. Tokens with target IGNORE contribute
-    nothing, whatever their hidden state holds.
+    nothing, whatever their hidden state holds. ``normalise``: for logits that are not the whole vocabulary's; None is ``_normalise``.
     """
     needs_grad = torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad)
     flat = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
     outputs = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        flat, weight_VD, targets_BT.reshape(-1), z_loss, chunk_tokens, needs_grad
+        flat, weight_VD, targets_BT.reshape(-1), z_loss, chunk_tokens, needs_grad, normalise or _normalise
     )
     objective, ce_sum, z_sum, lse_sum, lse_max, losses = outputs
     return LossSums(objective, ce_sum, z_sum, lse_sum, lse_max, losses.view(targets_BT.shape))
@@ -61,7 +73,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float, chunk_tokens: int, needs_grad: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        z_loss: float,
+        chunk_tokens: int,
+        needs_grad: bool,
+        normalise: Normalise,
     ) -> tuple[Tensor, ...]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         valid = targets != IGNORE
@@ -78,7 +97,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + chunk_tokens)
             rows = hidden[chunk]
             logits = torch.mm(rows, product_weight.t(), out=buffer[: len(rows)])
-            lse, picked = _normalise(logits, labels[chunk], valid[chunk], z_loss if needs_grad else None)
+            lse, picked = normalise(logits, labels[chunk], valid[chunk], z_loss if needs_grad else None)
             losses[chunk] = torch.where(valid[chunk], lse - picked, 0)
             normalisers[chunk] = torch.where(valid[chunk], lse, 0)
             if grad_hidden is not None and grad_weight is not None:
@@ -98,10 +117,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if scale is None:
-            return (None,) * 6
+            return (None,) * 7
         grad_hidden, grad_weight = ctx.saved_tensors
         scaled = (grad_hidden * scale.to(grad_hidden.dtype), (grad_weight * scale).to(ctx.weight_dtype))
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 def _normalise(logits: Tensor, labels: Tensor, valid: Tensor, z_loss: float | None) -> tuple[Tensor, Tensor]:

@@ -34,15 +34,23 @@ class Clipping(Protocol):
         """
 
 
-def build_clipping(config: OptimConfig, parameters: Mapping[str, nn.Parameter], names: Sequence[str] = ()) -> Clipping:
-    """The clipping of the config for these parameters, having seen nothing yet. ``names``: of the whole model, where they are a part of it."""
+def build_clipping(
+    config: OptimConfig,
+    parameters: Mapping[str, nn.Parameter],
+    names: Sequence[str] = (),
+    *,
+    device: torch.device | None = None,
+) -> Clipping:
+    """The clipping of the config for these parameters, having seen nothing yet. ``names``: of the whole model, where they are a part of it.
+    ``device``: where norms are reduced; None is where the parameters lie, which in the host's memory it is not."""
+    device = device or next(iter(parameters.values())).device
     match config.clipping:
         case GlobalNorm():
             return _Global()
         case ZClip():
-            return _ZScore(config.clipping, next(iter(parameters.values())).device)
+            return _ZScore(config.clipping, device)
         case AdaGC():
-            return _PerTensor(config.clipping, parameters, names or tuple(parameters))
+            return _PerTensor(config.clipping, parameters, names or tuple(parameters), device)
 
 
 class _Global:
@@ -106,11 +114,12 @@ class _PerTensor:
     so it changes no running norm, where the published minimum would clip that tensor to zero for good.
     """
 
-    def __init__(self, config: AdaGC, parameters: Mapping[str, nn.Parameter], names: Sequence[str]) -> None:
+    def __init__(
+        self, config: AdaGC, parameters: Mapping[str, nn.Parameter], names: Sequence[str], device: torch.device
+    ) -> None:
         """``names``: of the whole model; what is remembered of them is the same on every rank."""
         self._config, self._names = config, tuple(names)
         self._parameters = {self._names.index(name): parameter for name, parameter in parameters.items()}
-        device = next(iter(parameters.values())).device
         self._steps = torch.zeros((), dtype=torch.float64, device=device)
         self._norms = [torch.zeros((), dtype=torch.float64, device=device) for _ in self._names]
 
@@ -125,7 +134,7 @@ class _PerTensor:
         wide = torch.promote_types(local[0].dtype, torch.float32) if local else None
         for (at, grad), norm in zip(held.items(), torch._foreach_norm(local, dtype=wide), strict=True):
             if is_counted(grad, first_replica=first_replica):
-                shares[at] = norm.double().square()
+                shares[at] = norm.double().square().to(self._steps.device)
         return torch.stack(shares)
 
     def divisor(self, norm: Tensor, summed: Tensor, clip_norm: float, skip: Tensor) -> Tensor:
@@ -136,7 +145,7 @@ class _PerTensor:
         factors = torch.where(starting | unseen | (norms <= limit), 1.0, limit / norms)
         factors = torch.where(skip, 1.0, factors)
         divisor = clip_scale(torch.linalg.vector_norm(factors * norms), clip_norm)
-        by_name = factors.unbind()
+        by_name = factors.to(local_part(next(iter(self._parameters.values()))).device).unbind()
         for at, parameter in self._parameters.items():
             if parameter.grad is not None:
                 local_part(parameter.grad).mul_(by_name[at])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from surefoot.optim.clip import local_part
 from surefoot.optim.optimizer import Setting, Update
 from surefoot.optim.rounding import round_stochastically
-from surefoot.parallel.shard import elements_before
+from surefoot.parallel.boxes import box_of
 
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 23}
 """Elements read at once: what a step needs in memory beside the state, at about 30 bytes each."""
@@ -95,7 +95,7 @@ class Elementwise:
     def change(self, names: Sequence[str], rule: Callable[[Piece], None], update: Update) -> None:
         """Let the rule change every piece of these parameters, and write back what it changed."""
         purposes = ("weights", *self.keys)
-        before = {name: elements_before(self.parameters[name]) for name in names}
+        boxes = {name: box_of(self.parameters[name]) for name in names}
         for piece in self.pieces(names):
             rule(piece)
             changed = (piece.weights, *piece.moments)
@@ -109,7 +109,8 @@ class Elementwise:
                     batch_index=update.batch_index,
                     purpose=purpose,
                     name=piece.name,
-                    first=before[piece.name] + piece.start,
+                    box=boxes[piece.name],
+                    start=piece.start,
                 )
 
     def _stored(self, name: str) -> list[Tensor]:

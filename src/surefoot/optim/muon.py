@@ -12,8 +12,8 @@ from surefoot.optim.elementwise import Elementwise, before_decay, wide
 from surefoot.optim.newton_schulz import orthogonalise, product_cost
 from surefoot.optim.optimizer import Setting, Update
 from surefoot.optim.rounding import round_stochastically
-from surefoot.parallel.exchange import MatrixExchange
-from surefoot.parallel.shard import elements_before
+from surefoot.parallel.boxes import box_of
+from surefoot.parallel.exchange import MatrixExchange, peers_of
 
 CHUNK = 1 << 22
 """Elements per rank that are worked on at once: what an update needs in memory beside the state is a few times as many numbers."""
@@ -43,12 +43,13 @@ class MuonRule:
         replicas: int = 1,
     ) -> None:
         """``replicas``: ranks that hold plain parameters alike and step together, each working on its share of the matrices; 1 works on
-        all by itself. Raises ValueError for a parameter that is neither a matrix nor a stack of them."""
+        all by itself. Raises ValueError for a parameter that is neither a matrix nor a stack of them. Collective over the mesh of the
+        parameters."""
         self._rows = {name: _matrix_rows(name, p, settings[name]) for name, p in parameters.items()}
         self.memory = Elementwise(parameters, settings, ("momentum",), narrow_moments=narrow_moments)
         self.parameters, self.config, self.beta2 = self.memory.parameters, config, math.nan
         self.kind: str = config.kind
-        self._replicas = replicas
+        self._peers = peers_of(list(self.parameters.values()), replicas=replicas)
         self._moved = frozenset(self.parameters)
         """What the last applied update moved."""
         self._fresh = False
@@ -149,7 +150,7 @@ class MuonRule:
             batch_index=update.batch_index,
             purpose=purpose,
             name=name,
-            first=elements_before(self.parameters[name]),
+            box=box_of(self.parameters[name]),
         )
 
     def _exchange(self, names: Sequence[str]) -> MatrixExchange:
@@ -157,12 +158,12 @@ class MuonRule:
         key = tuple(names)
         if key not in self._exchanges:
             tensors, rows = [self.parameters[name] for name in names], [self._rows[name] for name in names]
-            self._exchanges[key] = MatrixExchange(tensors, rows, product_cost, replicas=self._replicas)
+            self._exchanges[key] = MatrixExchange(tensors, rows, product_cost, self._peers)
         return self._exchanges[key]
 
     def _chunks(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Names, some at a time, by the size of whole tensors: the same on every rank, and more of them the more ranks share the work."""
-        ranks = self._exchange(list(self.parameters)[:1]).size
+        ranks = self._peers.size
         largest = max(max(self._rows[name]) * self.parameters[name].shape[-1] for name in self.parameters)
         limit = ranks * max(CHUNK, MATRICES * largest if ranks > 1 else 0)
         chunk: list[str] = []

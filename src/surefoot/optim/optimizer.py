@@ -1,12 +1,13 @@
 """Every parameter with its setting, moved by the rule of its role: found by name, never by position."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from surefoot.model.role_scaling import Role
+from surefoot.optim.clip import local_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Update:
     lr: float
     """Rate of the schedule."""
     scale: Tensor
-    """Gradients are divided by it: clipping, and the scale of the loss. Scalar."""
+    """Gradients are divided by it: clipping, and the scale of the loss. Scalar; rules get it and ``skip`` where their parameters lie."""
     skip: Tensor
     """Leave weights, moments and step counts untouched to the bit. Scalar bool."""
     gated: bool = True
@@ -109,5 +110,8 @@ class Optimizer:
 
         An update is never multiplied by zero, since 0 x NaN is NaN.
         """
+        # masters in the host's memory are updated there
+        home = local_part(next(iter(self.parameters.values()))).device
+        update = replace(update, scale=update.scale.to(home), skip=update.skip.to(home))
         for rule in self.rules:
             rule.apply(update)

@@ -21,10 +21,11 @@ from surefoot.parallel.forward_backward import (
     sum_hook,
 )
 from surefoot.parallel.mesh import EnvironmentFault, World
-from surefoot.parallel.pipeline import PipelineForwardBackward, cut_stages
+from surefoot.parallel.pipeline import PipelineForwardBackward
+from surefoot.parallel.pipeline_stages import cut_stages
 from surefoot.parallel.precision import apply_precision, policy_of
 from surefoot.parallel.recompute import recompute_blocks
-from surefoot.parallel.shard import check_placed, fill_parameters, shard_parameters
+from surefoot.parallel.shard import check_placed, fill_parameters, home_of_weights, shard_parameters
 from surefoot.parallel.tensor import cut_matrices
 
 Draw = Callable[[str, torch.Size, torch.dtype], Tensor]
@@ -42,6 +43,7 @@ class Placed:
     """This rank's, by the name that they have in the whole model, in its order."""
     blocks: dict[int, nn.Module]
     """This rank's blocks by layer."""
+    rows: Rows
 
 
 def apply_layout(model: Transformer, config: ParallelConfig, world: World, *, draw: Draw, fixed_order: bool) -> Placed:
@@ -63,13 +65,13 @@ def apply_layout(model: Transformer, config: ParallelConfig, world: World, *, dr
     plain = world.size == 1 or (config.data_parallel == "ddp" and config.tp == 1)
     if not plain:
         shard_parameters(model, config, world)
-    model.to_empty(device=world.device)
+    model.to_empty(device=home_of_weights(config, world))
     parameters = dict(model.named_parameters())
     fill_parameters(parameters, draw)
     if not plain:
         check_placed(parameters)
     passes = _passes(model, config, world, rows, plain=plain, fixed_order=fixed_order)
-    return Placed(passes, model, parameters, dict(enumerate(model.blocks.children())))
+    return Placed(passes, model, parameters, dict(enumerate(model.blocks.children())), rows)
 
 
 def compiles(config: ParallelConfig) -> bool:
@@ -94,7 +96,8 @@ def _passes(
     if not plain:
         # weights narrower than their sums would round at every micro-batch
         each = config.data_parallel in ("zero2", "fsdp") and policy.weights == policy.reduce
-        return PlainForwardBackward(model, rows, reduce_each=each)
+        keep = config.data_parallel in ("ddp", "zero1")
+        return PlainForwardBackward(model, rows, reduce_each=each, keep_weights=keep)
     if world.size == 1:
         return PlainForwardBackward(model, rows)
     wrapped = DistributedDataParallel(
@@ -111,9 +114,9 @@ def _in_stages(model: Transformer, config: ParallelConfig, world: World, rows: R
     stages = cut_stages(model, config, world)
     for stage in stages.modules:
         shard_parameters(stage, config, world)
-        stage.to_empty(device=world.device)
-    fill_parameters(stages.parameters(with_copies=True), draw)
+        stage.to_empty(device=home_of_weights(config, world))
     parameters = stages.parameters()
+    fill_parameters(parameters, draw)
     check_placed(parameters)
     passes = PipelineForwardBackward(stages, config, world, rows)
-    return Placed(passes, nn.ModuleList(stages.modules), parameters, stages.blocks())
+    return Placed(passes, nn.ModuleList(stages.modules), parameters, stages.blocks(), rows)

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from surefoot.parallel.boxes import box_of
 
 _CHUNK = 1 << 16
 """Elements hashed at once: two int64 buffers of this length stay in a core's second-level cache."""
@@ -105,8 +106,8 @@ def _local_piece(name: str, tensor: Tensor) -> _Piece | None:
         )
     if tensor.device_mesh.get_coordinate() is None:
         return None
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return _Piece(tuple(offsets), tuple(sizes), _hash_box(name, tensor.to_local(), shape, tuple(offsets)))
+    box = box_of(tensor)
+    return _Piece(box.offsets, box.sizes, _hash_box(name, tensor.to_local(), shape, box.offsets))
 
 
 def _hash_box(name: str, local: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from surefoot.model.loss import LossSums
+from surefoot.parallel.mesh import World
 
 
 class MicroBatch(NamedTuple):
@@ -45,6 +46,15 @@ class Rows(Protocol):
         """Sums of the whole rows from those of every rank's tokens, token losses in the order of the row; detached. Collective."""
 
 
+def tokens_held(rows: Rows, world: World, micro: MicroBatch) -> Tensor:
+    """Places in the row of the tokens of the residual stream on this rank, (tokens,), in the order in which they lie here."""
+    num = micro.tokens_BT.shape[1]
+    places_1T = torch.arange(num, device=micro.tokens_BT.device)[None]
+    mine = rows.mine(MicroBatch(places_1T, places_1T, None, places_1T)).tokens_BT[0]
+    # tensor parallel ranks hold contiguous pieces of it
+    return mine.chunk(world.layout.tp)[world.place.tp]
+
+
 class WholeRows:
     """Every rank has its rows whole."""
 
@@ -59,15 +69,24 @@ class PlainForwardBackward:
     """One micro-batch after the other; gradients cross ranks with the last one, or with each."""
 
     def __init__(
-        self, model: nn.Module, rows: Rows, *, wrapped: nn.Module | None = None, reduce_each: bool = False
+        self,
+        model: nn.Module,
+        rows: Rows,
+        *,
+        wrapped: nn.Module | None = None,
+        reduce_each: bool = False,
+        keep_weights: bool = False,
     ) -> None:
-        """``wrapped``: the model's DDP wrapper, where it has one. ``reduce_each``: FSDP2 keeps no whole gradients between micro-batches."""
-        self.model, self.rows, self.forward, self.reduce_each = model, rows, wrapped or model, reduce_each
+        """``wrapped``: the model's DDP wrapper, where it has one. Of FSDP2 between micro-batches: ``reduce_each`` keeps no whole gradients,
+        ``keep_weights`` gathers weights once for all of them."""
+        self.model, self.rows, self.forward = model, rows, wrapped or model
+        self.reduce_each, self.keep_weights = reduce_each, keep_weights
 
     def __call__(self, micro_batches: Sequence[MicroBatch], num_targets: float) -> list[LossSums]:
         sums: list[LossSums] = []
         for index, micro in enumerate(micro_batches):
-            with _reducing(self.forward, last=index == len(micro_batches) - 1, each=self.reduce_each):
+            last = index == len(micro_batches) - 1
+            with _reducing(self.forward, last=last, each=self.reduce_each, keep=self.keep_weights):
                 parts: LossSums = self.forward(*self.rows.mine(micro))
                 torch.autograd.backward(parts.objective / num_targets)
             sums.append(parts)
@@ -124,13 +143,16 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _reducing(forward: nn.Module, *, last: bool, each: bool) -> AbstractContextManager[None]:
-    """Hold back the gradient reduction for all but the last micro-batch, or let ``each`` be reduced."""
+def _reducing(forward: nn.Module, *, last: bool, each: bool, keep: bool) -> AbstractContextManager[None]:
+    """Hold back the gradient reduction for all but the last micro-batch, or let ``each`` be reduced, over replicas still with the last;
+    ``keep`` gathered weights for the next."""
     if isinstance(forward, DistributedDataParallel) and not last:
         return forward.no_sync()
     if isinstance(forward, FSDPModule):
         forward.set_is_last_backward(last)
         forward.set_requires_gradient_sync(last or each)
+        forward.set_requires_all_reduce(last)
+        forward.set_reshard_after_backward(last or not keep)
     return nullcontext()
 
 

@@ -1,15 +1,20 @@
 """Which ranks there are, and where this one runs."""
 
+import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from surefoot.config.errors import ConfigError
 from surefoot.config.layout import Layout, Place, layout_of
-from surefoot.config.parallel import ParallelConfig
+from surefoot.config.parallel import NcclAxis, ParallelConfig
 from surefoot.parallel.machine import num_cores
 
 
@@ -65,7 +70,8 @@ class World:
 def join_world(config: ParallelConfig, *, strict: bool = True) -> World:
     """Enter the process group that torchrun's environment describes (or that is already there), or stand alone.
 
-    ``strict`` fixes, before anything touches a device, what cuBLAS and NCCL read once and then keep. Raises EnvironmentFault when cuda is asked for and there is none.
+    ``strict`` fixes, before anything touches a device, what cuBLAS and NCCL read once and then keep. Raises EnvironmentFault
+    when cuda is asked for and there is none, ConfigError where ranks differ in their layout or do not fill it.
     """
     if strict:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -80,16 +86,74 @@ def join_world(config: ParallelConfig, *, strict: bool = True) -> World:
     size, rank = dist.get_world_size(), dist.get_rank()
     if size == 1:
         return World(rank=0, size=1, device=device, mesh=None)
-    layout = layout_of(config, size)
-    weights = (layout.pp, layout.replicate, layout.shard, layout.tp)
-    tokens = (layout.pp, layout.data, layout.cp, layout.tp)
+    agree_on_layout(config, rank, size)
+    try:
+        layout = layout_of(config, size)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    weights = {"pp": layout.pp, "replicate": layout.replicate, "shard": layout.shard, "tp": layout.tp}
+    tokens = {"pp": layout.pp, "data": layout.data, "cp": layout.cp, "tp": layout.tp}
     return World(
         rank=rank,
         size=size,
         device=device,
-        mesh=init_device_mesh(device.type, weights, mesh_dim_names=("pp", "replicate", "shard", "tp")),
-        tokens=init_device_mesh(device.type, tokens, mesh_dim_names=("pp", "data", "cp", "tp")),
+        mesh=_mesh(weights, config, device),
+        tokens=_mesh(tokens, config, device),
         layout=layout,
+    )
+
+
+def agree_on_layout(config: ParallelConfig, rank: int, size: int) -> None:
+    """Raise ConfigError, on every rank, where one was started with another layout than rank 0: each would wait for other peers.
+
+    Through the store, before any communicator is there. Threads may differ. Collective.
+    """
+    if dist.get_backend() == "fake":
+        return
+    mine = {key: repr(getattr(config, key)) for key in config.__dataclass_fields__ if key != "threads"}
+    store = dist.distributed_c10d._get_default_store()
+    wait = timedelta(seconds=config.timeout_s)
+    place = f"surefoot/layout/{store.add(f'surefoot/joined/{rank}', 1)}"
+    if rank == 0:
+        store.set(f"{place}/first", json.dumps(mine))
+    else:
+        store.wait([f"{place}/first"], wait)
+        first = json.loads(store.get(f"{place}/first"))
+        differ = [f"parallel.{key}={mine[key]} (rank 0: {first[key]})" for key in mine if mine[key] != first[key]]
+        if differ:
+            text = f"rank {rank} was started with {', '.join(differ)}: all ranks need the same settings"
+            store.set(f"{place}/verdict", text)
+        elif store.add(f"{place}/same", 1) == size - 1:
+            store.set(f"{place}/verdict", "same")
+    store.wait([f"{place}/verdict"], wait)
+    if (verdict := store.get(f"{place}/verdict").decode()) != "same":
+        raise ConfigError([verdict])
+
+
+def axis_options(axes: Sequence[str], config: ParallelConfig, backend: str) -> dict[int | str, Any]:
+    """Of every axis its backend and options: how long a collective waits, which torch gives to the default group only, and what NCCL may
+    take of the GPU. Nothing for backends that have no options."""
+    if backend not in ("gloo", "nccl"):
+        return {}
+    wait = timedelta(seconds=config.timeout_s)
+    found: dict[int | str, Any] = {}
+    for axis in axes:
+        if backend == "gloo":
+            found[axis] = backend, Backend.Options(backend, wait)
+            continue
+        asked: NcclAxis = getattr(config.nccl, {"replicate": "data", "shard": "data"}.get(axis, axis))
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=asked.high_priority)
+        options._timeout = wait
+        if asked.max_ctas:
+            options.config.max_ctas = asked.max_ctas
+        found[axis] = backend, options
+    return found
+
+
+def _mesh(axes: dict[str, int], config: ParallelConfig, device: torch.device) -> DeviceMesh:
+    options = axis_options(tuple(axes), config, dist.get_backend())
+    return init_device_mesh(
+        device.type, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=options or None
     )
 
 

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from surefoot.parallel.boxes import dim_cut_by
 from surefoot.parallel.mesh import World
 
 
@@ -58,12 +59,13 @@ def sum_over_shards(shares: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     for at, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
             for axis, placement in enumerate(tensor.placements):
-                if isinstance(placement, Shard):
+                if dim_cut_by(placement) is not None:
                     cuts.setdefault((tensor.device_mesh, axis), []).append(at)
     for (mesh, axis), places in cuts.items():
-        part = total[places]
+        # weights may lie in the host's memory, where an accelerator's ranks do not meet
+        part = total[places].to(mesh.device_type)
         dist.all_reduce(part, op=dist.ReduceOp.SUM, group=mesh.get_group(axis))
-        total[places] = part
+        total[places] = part.to(total.device)
     return total
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from surefoot.config.fingerprint import layout_settings
 from surefoot.config.run import RunConfig
 from surefoot.guard.ledger import Checkpoint
 from surefoot.guard.ledger_row import KINDS
@@ -143,6 +144,7 @@ def environment(config: RunConfig, fingerprints: dict[str, str]) -> dict[str, An
         "threads": torch.get_num_threads(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "precision": config.parallel.precision,
+        "layout": layout_settings(config),
         "commit": commit_of(),
         "argv": sys.argv,
         **fingerprints,
@@ -155,10 +157,17 @@ DECIDES_BITS = ("versions", "python", "cpu", "threads", "devices", "world_size")
 
 def environment_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Sentences about what differs between the environment a run was written under and this one."""
-    return [
+    changes = [
         f"{key} was {before[key]}, is {now[key]}"
         for key in DECIDES_BITS
         if key in before and key in now and before[key] != now[key]
+    ]
+    # a run of an earlier version wrote none down
+    layouts = [part.get("layout", {}) for part in (before, now)]
+    return changes + [
+        f"{key} was {layouts[0][key]}, is {value}"
+        for key, value in layouts[1].items()
+        if layouts[0].get(key, value) != value
     ]
 
 

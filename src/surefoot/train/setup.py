@@ -112,7 +112,7 @@ def set_up(config: RunConfig, world: World, *, peak_flops: float = 0.0) -> tuple
     placed = apply_layout(model, config.parallel, world, draw=draw, fixed_order=config.determinism == "strict")
     parameters = placed.parameters
     optimizer = build_optimizer(parameters, by_name, config.optim, config.model, fused, replicas=world.size)
-    clipping = build_clipping(config.optim, parameters, tuple(by_name))
+    clipping = build_clipping(config.optim, parameters, tuple(by_name), device=world.device)
     qk_clip = build_qk_clip(
         parameters,
         config.model,
