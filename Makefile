@@ -30,6 +30,7 @@ check: dev       ## format, lint, types and the laws of the tree
 proof: dev       ## the long proofs; resumable, results under docs/proof
 	@$(RUN) surefoot.proof.kill --kills 100 --out docs/proof
 	@.venv/bin/surefoot drill --out docs/proof/drill --markdown docs/drill.md
+	@.venv/bin/surefoot parity tiny --out docs/proof/parity --markdown docs/parity.md
 	@$(RUN) surefoot.scale.transfer_proof --out docs/proof/transfer --docs docs
 
 device-check: dev ## the checks that need a GPU, about five minutes on an H200; without one, whether their script runs

@@ -10,10 +10,11 @@ import pytest
 from sample_config import tiny
 from surefoot.config.codec import resolve
 from surefoot.config.errors import ConfigError
-from surefoot.config.layout import layout_of
+from surefoot.config.layout import in_words, layout_of
 from surefoot.config.layout_rules import fills_pipeline, stages_per_rank
 from surefoot.config.layout_search import as_flags, check_layout, is_legal, nearest_layout
 from surefoot.config.model import GroupedQueryAttention, SwiGLU
+from surefoot.config.parallel import ParallelConfig
 from surefoot.config.run import RunConfig
 from surefoot.config.validate import validate
 
@@ -272,3 +273,17 @@ def test_the_search_is_quick_at_sixteen_thousand_ranks() -> None:
     assert near is not None
     assert is_legal(model, data, near, small.log, 16384)
     assert as_flags(parallel, near) == "--parallel.tp 8"
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "words"),
+    [
+        ({}, 2, "ddp 2"),
+        ({"tp": 2}, 2, "tp 2"),
+        ({"data_parallel": "fsdp", "shard_size": 4, "tp": 2, "pp": 2}, 32, "pp 2, 2 x fsdp 4, tp 2"),
+        ({"data_parallel": "zero1", "cp": 2}, 4, "zero1 2, cp 2"),
+    ],
+)
+def test_a_layout_is_said_axis_by_axis(settings: dict[str, Any], ranks: int, words: str) -> None:
+    parallel = ParallelConfig(**settings)
+    assert in_words(parallel, layout_of(parallel, ranks)) == words

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from surefoot.cli import exit_codes
 from surefoot.config.codec import from_toml, to_dict
 from surefoot.config.fingerprint import refuse_changes
+from surefoot.config.layout import in_words
 from surefoot.config.layout_search import check_layout
 from surefoot.config.run import RunConfig
 from surefoot.monitor.console import ConsoleWatcher, print_summary
@@ -211,11 +212,12 @@ def run_facts(run: "OpenRun") -> RunFacts:
     model = config.model
     device = run.setup.world.device.type
     where = several(torch.get_num_threads(), "thread") if device == "cpu" else f"{torch.cuda.get_device_name()}"
-    ranks = f"{run.setup.world.size} ranks ({config.parallel.data_parallel}), " if run.setup.world.size > 1 else ""
+    world = run.setup.world
+    ranks = f"{world.size} ranks ({in_words(config.parallel, world.layout)}), " if world.size > 1 else ""
     return RunFacts(
         recipe=config.recipe,
         model=f"{several(model.num_layers, 'layer')}, d_model {model.d_model}",
-        num_params=sum(p.numel() for p in run.state.parameters.values()),
+        num_params=sum(run.setup.sizes),
         tokens=run.data.tokens_before(steps),
         steps=steps,
         bound_s=bound_seconds(config),

@@ -18,6 +18,10 @@ def main(argv: Sequence[str]) -> int:
         return exit_codes.DONE
     args = parse_train_args(argv)
     folder = args.run or default_folder(args)
+    if args.world:
+        from surefoot.cli.plan_world import show_plan
+
+        return show_plan(args.config, args.world, as_json=args.json)
     if args.dry_run:
         from surefoot.cli.dry_run import show_dry_run
 

@@ -18,6 +18,7 @@ SWITCHES: dict[str, str] = {
 OPTIONS: dict[str, tuple[str, str]] = {
     "--run": ("DIR", "run folder (default: runs/<recipe>-<six hex digits of the config fingerprint>)"),
     "--config": ("FILE", "TOML file laid over the recipe; repeat it, later files win"),
+    "--world": ("N", "with --dry-run: plan the first of N ranks, memory and traffic, without them, without data and without a step"),
     "--allow-change": ("KEY", "continue a run although this setting (or table) has changed; repeat it"),
 }
 
@@ -33,6 +34,8 @@ class TrainArgs:
     """Run folder; None is the default one."""
     fresh: bool = False
     dry_run: bool = False
+    world: int = 0
+    """Ranks to plan for; 0 is a dry run on this machine."""
     json: bool = False
     config_files: tuple[Path, ...] = ()
     allow_change: tuple[str, ...] = ()
@@ -68,6 +71,7 @@ def parse_train_args(argv: Sequence[str]) -> TrainArgs:
             config = resolve(base, files, words.flags)
         except ConfigError as error:
             words.problems.extend(error.problems)
+    world = _ranks_of(words)
     if words.recipe is None or config is None or words.problems:
         raise ConfigError(words.problems)
     folders = words.values.get("--run", [])
@@ -77,11 +81,27 @@ def parse_train_args(argv: Sequence[str]) -> TrainArgs:
         run=Path(folders[-1]) if folders else None,
         fresh="--fresh" in words.switches,
         dry_run="--dry-run" in words.switches,
+        world=world,
         json="--json" in words.switches,
         config_files=files,
         allow_change=tuple(words.values.get("--allow-change", [])),
         flags=tuple(words.flags),
     )
+
+
+def _ranks_of(words: Words) -> int:
+    """Ranks to plan for, 0 where none are named; what is wrong with them goes to the problems."""
+    given = words.values.get("--world", [])
+    if not given:
+        return 0
+    if not given[-1].isdecimal() or int(given[-1]) < 1:
+        words.problems.append(f"command line: --world {given[-1]} must be a number of ranks, 1 or more")
+        return 0
+    if "--dry-run" not in words.switches:
+        words.problems.append(
+            f"command line: --world {given[-1]} only plans: add --dry-run, or start as many ranks with torchrun"
+        )
+    return int(given[-1])
 
 
 def sort_words(argv: Sequence[str]) -> Words:

@@ -65,3 +65,17 @@ def layout_of(parallel: ParallelConfig, world_size: int) -> Layout:
     if data * parallel.cp % shard:
         raise ValueError(f"parallel.shard_size={parallel.shard_size} does not divide {data} data-parallel ranks")
     return Layout(pp=parallel.pp, data=data, cp=parallel.cp, tp=parallel.tp, shard=shard)
+
+
+def in_words(parallel: ParallelConfig, layout: Layout) -> str:
+    """The axes that have more than one rank, from the outermost: ``pp 2, 2 x fsdp 4, tp 2``."""
+    data = f"{parallel.data_parallel} {layout.data}"
+    if parallel.data_parallel != "ddp" and layout.replicate > 1:
+        data = f"{layout.replicate} x {parallel.data_parallel} {layout.data // layout.replicate}"
+    axes = (
+        (layout.pp, f"pp {layout.pp}"),
+        (layout.data, data),
+        (layout.cp, f"cp {layout.cp}"),
+        (layout.tp, f"tp {layout.tp}"),
+    )
+    return ", ".join(text for size, text in axes if size > 1)

@@ -55,7 +55,7 @@ class Transformer(nn.Module):
         self.loss: NextTokenLoss = next_token_loss
         self.logits: Product = plain_product
         """The product with the output projection, where it is not folded into the loss."""
-        self.around_kernel: Callable[[AttentionBackend], AttentionBackend] = _bare
+        self.around_kernel: Callable[[AttentionBackend], AttentionBackend] = bare_kernel
         """What is put around the attention kernel."""
         self.embedding: Embedding | None = Embedding(cfg.vocab_size, cfg.d_model, compute_dtype, cfg.embedding_gradient)
         self.blocks: nn.ModuleList | nn.ModuleDict = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.num_layers))
@@ -116,7 +116,8 @@ class Transformer(nn.Module):
         return own
 
 
-def _bare(kernel: AttentionBackend) -> AttentionBackend:
+def bare_kernel(kernel: AttentionBackend) -> AttentionBackend:
+    """The kernel, with nothing around it."""
     return kernel
 
 

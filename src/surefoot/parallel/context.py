@@ -1,14 +1,16 @@
 """Tokens of rows over context parallel ranks."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from surefoot.config.parallel import ParallelConfig
 from surefoot.model.attention_backends import AttentionBackend, InSingle
-from surefoot.model.transformer import Transformer
+from surefoot.model.transformer import Transformer, bare_kernel
 from surefoot.parallel.context_operators import define_operator
 from surefoot.parallel.context_pieces import Pieces, SharedRows, group_of
 from surefoot.parallel.mesh import World
@@ -58,6 +60,19 @@ class ExchangedHeads:
     def whole(self, x_BTNH: Tensor) -> Tensor:
         """(B, T, heads, H) in the order of the row from every rank's (B, T/cp, heads, H), without gradient. Collective."""
         return self.pieces.whole(x_BTNH)
+
+
+@contextmanager
+def on_whole_rows(model: nn.Module) -> Iterator[None]:
+    """Meanwhile every rank that is given whole rows computes them whole, by itself."""
+    before = {part: part.around_kernel for part in model.modules() if isinstance(part, Transformer)}
+    for part in before:
+        part.around_kernel = bare_kernel
+    try:
+        yield
+    finally:
+        for part, around in before.items():
+            part.around_kernel = around
 
 
 def whole_heads(kernel: AttentionBackend, x_BTNH: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class PipelineForwardBackward:
         if self.tied is not None:
             self.tied.refresh()
         tokens, positions, documents, targets = (
-            None if parts[0] is None else torch.cat(parts)  # type: ignore[arg-type]
+            None if parts[0] is None else torch.cat(parts)
             for parts in zip(*mine, strict=True)
         )
         assert targets is not None
@@ -131,9 +131,10 @@ class PipelineForwardBackward:
         dist.broadcast(packed, self._global(source), group=self.mesh.get_group())
         told, start = [], 0
         for shape in shapes:
-            numbers = packed[start : start + 5].unbind()
+            objective, ce_sum, z_sum, lse_sum, lse_max = packed[start : start + 5].unbind()
+            losses = packed[start + 5 : start + 5 + shape.numel()].view(shape)
+            told.append(LossSums(objective, ce_sum, z_sum, lse_sum, lse_max, losses))
             start += 5 + shape.numel()
-            told.append(LossSums(*numbers, packed[start - shape.numel() : start].view(shape)))
         return told
 
     def _schedule(self, mine: Sequence[MicroBatch]) -> PipelineScheduleSingle | PipelineScheduleMulti:

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from surefoot.config.parallel import ParallelConfig
@@ -54,7 +54,7 @@ class TiedCopy:
             _add(self.weight, theirs)
 
 
-def _add(weight: nn.Parameter, grad: Tensor) -> None:
+def _add(weight: Tensor, grad: Tensor) -> None:
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     _local(weight.grad).add_(grad)

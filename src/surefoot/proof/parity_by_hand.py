@@ -21,6 +21,7 @@ from surefoot.data.shards import Split
 from surefoot.model.parametrization import fused_rows, roles
 from surefoot.model.transformer import Transformer
 from surefoot.parallel.precision import policy_of
+from surefoot.proof.parity_bounds import Kind
 from surefoot.proof.parity_compare import Deviation, compare_states, compare_tensors, distance, relative
 from surefoot.proof.parity_trace import Trace
 from surefoot.proof.parity_update import first_update
@@ -160,11 +161,11 @@ def _logits(model: Transformer, tokens: list[int], position: int) -> Tensor:
 
 def _figures(
     config: RunConfig, sums: Count, gradient: Mapping[str, Tensor], model: Transformer
-) -> dict[str, tuple[float, str]]:
+) -> dict[str, tuple[float, Kind]]:
     """Metrics of the first step with what they are of."""
     squares = {name: float(grad.double().square().sum()) for name, grad in gradient.items()}
     by_role = roles(model)
-    figures = {
+    figures: dict[str, tuple[float, Kind]] = {
         "train/loss": (sums.ce / sums.targets, "loss"),
         "train/num_targets": (float(sums.targets), "loss"),
         "train/logsumexp_mean": (sums.normaliser / sums.targets, "loss"),

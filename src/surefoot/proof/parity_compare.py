@@ -35,8 +35,12 @@ class Deviation:
         return self.value / bound if bound else math.inf
 
 
-def compare(found: Trace, expected: Trace) -> list[Deviation]:
-    """Every comparison of a run with the one-process run of the same config and precision."""
+def compare(found: Trace, expected: Trace, *, exact: bool) -> list[Deviation]:
+    """Every comparison of a run with the one-process run of the same config and precision.
+
+    ``exact``: what the guard remembers is compared too. It holds decisions, such as the step with the highest entropy so far, which noise in
+    the last digits of fp32 and bf16 may turn over.
+    """
     deviations = [*_check_digests(found)]
     if len(found.batches) != len(expected.batches):
         deviations.append(Deviation(f"{len(found.batches)} batches for {len(expected.batches)}", math.inf, "sample"))
@@ -46,10 +50,8 @@ def compare(found: Trace, expected: Trace) -> list[Deviation]:
     for step in sorted(found.states.keys() | expected.states.keys()):
         mine_state, other_state = found.states.get(step, {}), expected.states.get(step, {})
         deviations += compare_states(mine_state, other_state, f"after step {step}")
-    deviations += [
-        Deviation(f"{name} at the end", value, "figure")
-        for name, value in _figures(found.memory, expected.memory, floor=MEMORY)
-    ]
+    memory = _figures(found.memory, expected.memory, floor=MEMORY) if exact else ()
+    deviations += [Deviation(f"{name} at the end", value, "figure") for name, value in memory]
     return deviations
 
 

@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from surefoot.config.model import Custom
 from surefoot.config.optim import Adam, AdamW, Lion, Muon, OptimConfig, StableAdamW
 from surefoot.config.parallel import PipelineConfig
 from surefoot.config.run import RunConfig
+from surefoot.parallel.precision import Precision
 
 ADAM_EPS = 3e-4
 """Adam divides by the root of the second moment, so that rounding in an element whose gradient is small moves it by as much as a step of the
@@ -80,7 +81,7 @@ VARIANTS = ("", "z-loss", "muon", "untied", "qk-norm", "noise scale")
 
 def with_precision(config: RunConfig, precision: str) -> RunConfig:
     """The config in these numbers, its optimiser's epsilon at the size of gradients; in fp64 nothing is kept or iterated in fewer digits."""
-    parallel = dataclasses.replace(config.parallel, precision=precision)
+    parallel = dataclasses.replace(config.parallel, precision=cast(Precision, precision))
     optim = dataclasses.replace(config.optim, optimizer=_smooth(config.optim, precision))
     if precision == "fp64":
         optim = dataclasses.replace(optim, moments="fp32")

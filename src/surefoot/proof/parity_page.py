@@ -4,13 +4,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from surefoot.proof.parity_bounds import BOUNDS, FLOOR, PRECISIONS
+from surefoot.proof.parity_bounds import BOUNDS, FLOOR, PRECISIONS, Kind
 from surefoot.proof.parity_layouts import ADAM_EPS, CELLS, Z_LOSS
 from surefoot.proof.parity_results import Row, passed, read_rows
 from surefoot.proof.tables import markdown_table, text_table
 from surefoot.recipes import shrink as small
 
 _WIDTH = 70
+KINDS: tuple[Kind, ...] = ("loss", "figure", "gradient", "moment", "weight")
+"""Of comparisons that have a bound."""
 
 
 def text_page(rows: Sequence[Row], precisions: Sequence[str]) -> str:
@@ -37,7 +39,7 @@ def facts(rows: Sequence[Row], precisions: Sequence[str]) -> dict[str, Any]:
     """The same for machines."""
     return {
         "passed": all(passed(row["results"][name]) for row in rows for name in precisions),
-        "bounds": {name: {kind: BOUNDS[name].of(kind) for kind in ("loss", "figure", "gradient", "moment", "weight")} for name in precisions},
+        "bounds": {name: {kind: BOUNDS[name].of(kind) for kind in KINDS} for name in precisions},
         "rows": [dict(row) for row in rows],
     }  # fmt: skip
 
@@ -67,9 +69,8 @@ def markdown_page(folder: Path) -> str:
 
 
 def _bounds_text(precisions: Sequence[str]) -> str:
-    kinds = ("loss", "figure", "gradient", "moment", "weight")
     table = markdown_table(
-        ("bounds", *kinds), [(name, *(f"{BOUNDS[name].of(kind):g}" for kind in kinds)) for name in precisions]
+        ("bounds", *KINDS), [(name, *(f"{BOUNDS[name].of(kind):g}" for kind in KINDS)) for name in precisions]
     )
     return (
         f"{table}\n\nSample ids, rows, words and state digests are equal or not. A tensor's norm counts as no less than {FLOOR:g} of the root mean "

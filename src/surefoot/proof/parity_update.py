@@ -68,7 +68,7 @@ def _one(
             return decayed - lr * torch.sign(g), {"exp_avg": (1 - kind.beta2) * g}
         case Muon():
             u = g * (1 + kind.momentum) if kind.nesterov else g
-            matrices = u.split(setting.rows or [len(u)])
+            matrices = torch.split_with_sizes(u, list(setting.rows or [len(u)]))
             directions = [_orthogonal(m, kind.newton_schulz_steps) * 0.2 * math.sqrt(max(m.shape)) for m in matrices]
             return decayed - lr * torch.cat(directions), {"momentum": g}
     return moved, {"exp_avg": (1 - kind.beta1) * g, "exp_avg_sq": (1 - kind.beta2) * g * g}
@@ -81,4 +81,5 @@ def _orthogonal(matrix: Tensor, steps: int) -> Tensor:
     a, b, c = QUINTIC
     for _ in range(steps):
         s = a * s + b * s**3 + c * s**5
-    return (u * s) @ vt
+    product: Tensor = (u * s) @ vt
+    return product

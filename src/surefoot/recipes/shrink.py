@@ -88,10 +88,13 @@ def _parametrization(model: ModelConfig) -> Standard | MuP | CompleteP:
     base_d_head = 0
     if kind.base_d_head and isinstance(model.attention, GroupedQueryAttention):
         base_d_head = max(2, round(D_HEAD * kind.base_d_head / model.attention.d_head / 2) * 2)
-    sizes = {"base_d_model": _scaled(kind.base_d_model, D_MODEL, model.d_model), "base_d_head": base_d_head}
-    if isinstance(kind, CompleteP):
-        sizes["base_num_layers"] = _scaled(kind.base_num_layers, NUM_LAYERS, model.num_layers)
-    return dataclasses.replace(kind, **sizes)
+    base_d_model = _scaled(kind.base_d_model, D_MODEL, model.d_model)
+    if isinstance(kind, MuP):
+        return MuP(base_d_model=base_d_model, base_d_head=base_d_head)
+    base_num_layers = _scaled(kind.base_num_layers, NUM_LAYERS, model.num_layers)
+    return dataclasses.replace(
+        kind, base_d_model=base_d_model, base_d_head=base_d_head, base_num_layers=base_num_layers
+    )
 
 
 def _guard(guard: GuardConfig) -> GuardConfig:

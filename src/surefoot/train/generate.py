@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from surefoot.parallel.context import on_whole_rows
 from surefoot.parallel.forward_backward import reshard
 
 
@@ -36,7 +37,8 @@ def continue_tokens(
         window = window.to(device)
         positions = torch.arange(window.shape[1], dtype=torch.int32, device=device)[None]
         documents = torch.zeros_like(positions)
-        logits = forward(window, positions, documents)[0, last].float().cpu()[: vocab_size or None]
+        with on_whole_rows(forward):
+            logits = forward(window, positions, documents)[0, last].float().cpu()[: vocab_size or None]
         token = _draw(logits, temperature, top_k, seed * 1_000_003 + index)
         if token == eos_id:
             break

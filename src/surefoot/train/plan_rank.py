@@ -1,11 +1,15 @@
 """One rank of a job that is not there: what it holds, counted on meta tensors, and what its step sends, recorded on a fake process group."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining.stage import InferenceMode
 from torch.distributed.tensor import DTensor
 
 from surefoot.config.run import RunConfig
@@ -56,28 +60,41 @@ def replicated(config: RunConfig) -> bool:
 def record_step(config: RunConfig, world: World) -> dict[Flow, Amount]:
     """What one forward and backward over this rank's micro-batches sends, recorded: all shapes are real, no number is.
 
-    ``world.device`` is where the job would compute. The layout is built outside the fake mode, its tensors inside.
+    ``world.device`` is where the job would compute. Raises ValueError for plain replicas: torch's DDP wants real tensors. The layout is built outside the fake mode, its tensors inside.
     """
+    if replicated(config):
+        raise ValueError("parallel.data_parallel=ddp: torch's DDP looks into its parameters as it is built, and there are none")
     policy = policy_of(config.parallel)
     with torch.device("meta"):
         model = Transformer(config.model, policy.compute, policy.weights)
-    on_meta = replace(world, device=torch.device("meta"))
-    placed = None if replicated(config) else _placed(model, config, on_meta)
+    placed = _placed(model, config, replace(world, device=torch.device("meta")))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        if placed is None:
-            # torch's DDP looks at its parameters as it is built
-            placed = _placed(model, config, world)
-        else:
-            placed.model.to_empty(device=world.device)
+        placed.model.to_empty(device=world.device)
         data = config.data
         rows = config.parallel.micro_batch_size or data.batch_size // world.data_size
         grid = (rows, data.seq_len)
         tokens = torch.zeros(grid, dtype=torch.int64, device=world.device)
         micro = MicroBatch(tokens, tokens, tokens if data.document_mask else None, tokens)
         num = data.batch_size // (world.data_size * rows)
-        with recorded_traffic(world) as found:
+        with _agreed_stages(), recorded_traffic(world) as found:
             placed.forward_backward([micro] * num, 1.0)
     return found
+
+
+@contextmanager
+def _agreed_stages() -> Iterator[None]:
+    """Spares a pipeline its vote before the first step, whether all ranks know their shapes: no rank answers here, and ours do."""
+    voting = _PipelineSchedule._warmup_p2p
+
+    def agreed(_: object, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    _PipelineSchedule._warmup_p2p = agreed  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        _PipelineSchedule._warmup_p2p = voting  # type: ignore[method-assign]
 
 
 def _placed(model: Transformer, config: RunConfig, world: World) -> Placed:

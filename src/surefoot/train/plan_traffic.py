@@ -4,8 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from surefoot.config.layout import Layout
+from surefoot.config.layout_rules import stages_per_rank
 from surefoot.config.model import GroupedQueryAttention, ModelConfig, RMSNorm
 from surefoot.config.parallel import ParallelConfig
+from surefoot.parallel.pipeline_stages import stages_of_rank
 from surefoot.parallel.precision import Policy
 from surefoot.parallel.traffic import Amount, Flow
 
@@ -36,8 +38,33 @@ class Passes:
         return self.rows * self.tokens
 
 
+@dataclass(frozen=True)
+class PipelinePlace:
+    """Neighbours of a rank's stages that lie on other ranks."""
+
+    forward_sends: int = 0
+    """Stages whose next one does."""
+    backward_sends: int = 0
+    """Stages whose previous one does."""
+
+
+def place_of(parallel: ParallelConfig, rank: int) -> PipelinePlace:
+    """Of a pipeline rank."""
+    mine, last = stages_of_rank(rank, parallel), parallel.pp * stages_per_rank(parallel.pipeline) - 1
+    return PipelinePlace(
+        sum(stage < last and stage + 1 not in mine for stage in mine),
+        sum(stage > 0 and stage - 1 not in mine for stage in mine),
+    )
+
+
 def traffic(
-    model: ModelConfig, parallel: ParallelConfig, policy: Policy, layout: Layout, passes: Passes, units: Units
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    policy: Policy,
+    layout: Layout,
+    passes: Passes,
+    units: Units,
+    place: PipelinePlace = PipelinePlace(),
 ) -> dict[Flow, Amount]:
     """Everything of one step by axis and kind."""
     total: dict[Flow, Amount] = {}
@@ -45,6 +72,7 @@ def traffic(
         of_weights(parallel, policy, layout, passes.micro_batches, units),
         of_matrices(model, parallel, policy, layout, passes),
         of_context(model, parallel, policy, layout, passes),
+        of_pipeline(model, parallel, policy, layout, passes, place),
     )
     for part in parts:
         for flow, amount in part:
@@ -60,15 +88,14 @@ def of_weights(
 
     A unit of P elements, every parameter's first dim padded to a multiple of the shards: P gathered in the compute dtype, P scattered in
     the dtype of sums, P / shards summed over replicas. ``fsdp`` gathers for forward and for backward of each micro-batch, ``zero2`` once
-    for both, ``zero1`` once a step and scatters once a step. ``ddp`` sums the whole gradient over all ranks.
+    for both, ``zero1`` once a step and scatters once a step, and so does a stage of a pipeline under all of them. ``ddp`` sums the whole gradient over all ranks.
     """
     if parallel.data_parallel == "ddp" and parallel.tp == parallel.pp == 1:
         yield from _of_replicas(policy, layout, units)
         return
     gathers, scatters = 1, 1
-    if parallel.data_parallel in ("fsdp", "zero2"):
-        again = parallel.data_parallel == "fsdp" and parallel.pp == 1
-        gathers = micro_batches * (2 if again else 1)
+    if parallel.data_parallel in ("fsdp", "zero2") and parallel.pp == 1:
+        gathers = micro_batches * (2 if parallel.data_parallel == "fsdp" else 1)
         scatters = micro_batches if policy.weights == policy.reduce else 1
     for unit in units:
         size = padded(unit, layout.shard)
@@ -80,7 +107,8 @@ def of_weights(
 
 
 def _of_replicas(policy: Policy, layout: Layout, units: Units) -> Iterator[tuple[Flow, Amount]]:
-    """Of torch's DDP by buckets, whose number is its own affair: calls are not counted."""
+    """Of torch's DDP by buckets, whose number is its own affair: calls are not counted. (Under strict determinism it also sums 4 bytes for
+    every parameter, to learn which were used.)"""
     if layout.size > 1:
         size = sum(padded(unit, 1) for unit in units)
         yield Flow("world", "all_reduce"), Amount(0, size * policy.reduce.itemsize)
@@ -171,6 +199,24 @@ def of_context(
         )
     if passes.predicts:
         yield Flow("cp", "all_gather"), Amount(1, cp * num * (5 + passes.positions) * wide)
+
+
+def of_pipeline(
+    model: ModelConfig, parallel: ParallelConfig, policy: Policy, layout: Layout, passes: Passes, place: PipelinePlace
+) -> Iterator[tuple[Flow, Amount]]:
+    """The residual stream from stage to stage and its gradient back (arXiv:2104.04473 section 3.2): a piece of rows x tokens / tp x d_model
+    elements each way for every micro-batch. The last stage tells its losses to the others, once a step. A tied embedding's shard goes to
+    the last stage's copy before the pass, and the copy's gradient back after it."""
+    if layout.pp == 1:
+        return
+    num, wide = passes.micro_batches, max(4, policy.compute.itemsize)
+    piece = passes.positions // layout.tp * model.d_model * policy.compute.itemsize
+    sends = place.forward_sends + place.backward_sends
+    yield Flow("pp", "send"), Amount(num * sends, num * sends * piece)
+    yield Flow("pp", "broadcast"), Amount(1, num * (5 + passes.positions * layout.cp) * wide)
+    if model.tie_embeddings and passes.embeds != passes.predicts:
+        table = padded([(model.vocab_size // layout.tp, model.d_model)], layout.shard) // layout.shard
+        yield Flow("pp", "send"), Amount(1, table * policy.weights.itemsize)
 
 
 def units_of(shapes: Mapping[str, tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
