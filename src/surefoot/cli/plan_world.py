@@ -40,7 +40,8 @@ def lines_of(plan: "LayoutPlan") -> list[str]:
         f"layout      {plan.ranks:,} ranks: {axes}; {plan.axes['data']:,} parts of the batch, {plan.micro_batches:,} micro-batches a step",
         f"model       {plan.num_params:,} parameters, {plan.precision} on {'a CPU' if plan.device == 'cpu' else 'GPUs'}",
         "",
-        f"memory of a rank, GiB {'rank 0':>12}" + (f"{f'pp {plan.fullest_pp}, fullest':>16}" if plan.fullest_pp else ""),
+        f"memory of a rank, GiB {'rank 0':>12}"
+        + (f"{f'pp {plan.fullest_pp}, fullest':>16}" if plan.fullest_pp else ""),
     ]
     for field, source in (
         ("weights", "counted"),

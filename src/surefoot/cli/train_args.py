@@ -18,7 +18,10 @@ SWITCHES: dict[str, str] = {
 OPTIONS: dict[str, tuple[str, str]] = {
     "--run": ("DIR", "run folder (default: runs/<recipe>-<six hex digits of the config fingerprint>)"),
     "--config": ("FILE", "TOML file laid over the recipe; repeat it, later files win"),
-    "--world": ("N", "with --dry-run: plan the first of N ranks, memory and traffic, without them, without data and without a step"),
+    "--world": (
+        "N",
+        "with --dry-run: plan the first of N ranks, memory and traffic, without them, without data and without a step",
+    ),
     "--allow-change": ("KEY", "continue a run although this setting (or table) has changed; repeat it"),
 }
 

@@ -206,7 +206,7 @@ def block_bytes(cfg: ModelConfig, at: RankTokens) -> int:
         return stream
     statistic = heads // at.tp * at.wide if at.kernel in ("fused", "ring") else 0
     if at.recompute == "selective":
-        attended = queries * element + statistic if at.kernel == "fused" else 0
+        attended = queries * element + statistic if at.kernel in ("fused", "ring") else 0
         products = queries + 2 * keys + 2 * d_ff + 2 * cfg.d_model
         return stream + at.positions * (products * element + attended)
     norms = 2 * _norm_bytes(cfg, at) if isinstance(cfg.norm, RMSNorm) else 0

@@ -54,6 +54,7 @@ class PipelineForwardBackward:
         assert world.tokens is not None
         self.stages, self.config, self.world, self.rows = stages, config, world, rows
         self.mesh = world.tokens["pp"]
+        self.ranks: list[int] = self.mesh.mesh.tolist()
         self.tied = TiedCopy(stages, config, world) if stages.tied else None
         self.num_targets: float = 1.0
         self._schedules: dict[Shape, PipelineScheduleSingle | PipelineScheduleMulti] = {}
@@ -195,4 +196,4 @@ class PipelineForwardBackward:
         return objective.sum() / self.num_targets
 
     def _global(self, rank: int) -> int:
-        return int(self.mesh.mesh[rank])
+        return self.ranks[rank]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from surefoot.parallel.mesh import World
@@ -71,7 +72,7 @@ def recorded_traffic(world: World) -> Iterator[dict[Flow, Amount]]:
 
 def _axes(world: World) -> Mapping[str, str]:
     """Axes by the name of their group."""
-    names = {}
+    names: dict[str, str] = {}
     for mesh, axes in ((world.mesh, ("replicate", "shard", "tp")), (world.tokens, ("pp", "cp", "tp"))):
         if mesh is not None:
             names |= {mesh.get_group(axis).group_name: axis for axis in axes}
@@ -80,9 +81,9 @@ def _axes(world: World) -> Mapping[str, str]:
     return names
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, axes: Mapping[str, str], found: dict[Flow, Amount]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.axes, self.found = axes, found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,11 +110,11 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
             try:
-                return dist.ProcessGroup.unbox(arg)  # type: ignore[attr-defined, no-any-return]
+                return dist.ProcessGroup.unbox(arg)
             except (RuntimeError, TypeError):
                 continue
     names = [arg for arg in args if isinstance(arg, str)]
-    return torch._C._distributed_c10d._resolve_process_group(names[-1])
+    return torch._C._distributed_c10d._resolve_process_group(GroupName(names[-1]))
 
 
 def _bytes(value: Any) -> int:

@@ -13,7 +13,7 @@ from surefoot.config.run import RunConfig
 from surefoot.config.validate import validate
 from surefoot.parallel.apply import compiles
 from surefoot.parallel.fork_launch import run_ranks
-from surefoot.proof.parity_bounds import BOUNDS
+from surefoot.proof.parity_bounds import bounds_of
 from surefoot.proof.parity_by_hand import compare_by_hand, uncountable
 from surefoot.proof.parity_compare import Deviation, compare, compare_states, worst_of
 from surefoot.proof.parity_course import Course, run_course
@@ -148,7 +148,7 @@ class Parity:
         return found
 
     def _verdict(self, cell: Cell, precision: str, deviations: Sequence[Deviation], seconds: float) -> Verdict:
-        bounds, kinds = BOUNDS[precision], dict.fromkeys(d.kind for d in deviations)
+        bounds, kinds = bounds_of(precision, self.config.optim), dict.fromkeys(d.kind for d in deviations)
         worst = worst_of(deviations, bounds)
         beyond = sorted((d for d in deviations if d.share(bounds) > 1), key=lambda d: -d.share(bounds))
         return Verdict(

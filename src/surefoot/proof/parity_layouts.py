@@ -171,7 +171,7 @@ _PRODUCTS = (
     _cell("cp 2 x tp 2", 4, cp=2, tp=2),
     _cell("tp 2 x pp 2", 4, tp=2, pp=2, **_1F1B),
     _cell("cp 2 x pp 2", 4, cp=2, pp=2, **_1F1B),
-    Cell(name="dp 2 x tp 2 x pp 2", legs=(_DP2_TP2_PP2,)),
+    Cell(name="dp 2 x tp 2 x pp 2", legs=(_DP2_TP2_PP2,), quick=True),
     _cell("dp 2 x cp 2 x tp 2", 8, cp=2, tp=2),
     _cell("dp 2 x cp 2 x pp 2", 8, cp=2, pp=2, **_1F1B),
     _cell("cp 2 x tp 2 x pp 2", 8, cp=2, tp=2, pp=2, **_1F1B),
@@ -188,6 +188,8 @@ _PRODUCTS = (
     _cell("hsdp 2x2 x tp 2", 8, data_parallel="fsdp", shard_size=2, tp=2),
 )
 _RESUMED = (
+    _resumed("fsdp 2, saved and resumed", Leg(2, _FSDP), Leg(2, _FSDP)),
+    _resumed("pp 2, saved and resumed", Leg(2, {"pp": 2, **_1F1B}), Leg(2, {"pp": 2, **_1F1B})),
     _resumed("1 rank, then fsdp 2", Leg(), Leg(2, _FSDP), quick=True),
     _resumed("fsdp 4, then 1 rank", Leg(4, _FSDP), Leg()),
     _resumed("ddp 2, then tp 2", Leg(2), Leg(2, {"tp": 2})),

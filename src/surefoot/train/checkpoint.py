@@ -141,7 +141,7 @@ def load(folder: Path, tensors: Mapping[str, Tensor], *, group: dist.ProcessGrou
         record = json.loads((folder / RECORD).read_bytes())
     except ValueError as error:
         raise CheckpointError(f"{folder / RECORD}: not JSON ({error})") from error
-    if mismatches := _mismatches(metadata, tensors):
+    if mismatches := _mismatches(metadata, tensors, group):
         listed = "\n  ".join(mismatches[:20]) + (f"\n  and {len(mismatches) - 20} more" if len(mismatches) > 20 else "")
         raise CheckpointError(f"{folder}: does not fit this state:\n  {listed}")
     try:
@@ -235,10 +235,10 @@ def _publish(
     return manifest
 
 
-def _mismatches(metadata: Metadata, tensors: Mapping[str, Tensor]) -> list[str]:
+def _mismatches(metadata: Metadata, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[str]:
+    """What of the checkpoint does not fit the state of all ranks together, each of which may hold a part of its tensors; the same on all."""
     saved = metadata.state_dict_metadata
-    found = [f"{name}: not in the checkpoint" for name in sorted(tensors.keys() - saved.keys())]
-    found += [f"{name}: in the checkpoint, but not in this state" for name in sorted(saved.keys() - tensors.keys())]
+    found: list[str] = []
     for name in sorted(saved.keys() & tensors.keys()):
         entry, tensor = cast(TensorStorageMetadata, saved[name]), tensors[name]
         if entry.size != tensor.shape:
@@ -247,7 +247,11 @@ def _mismatches(metadata: Metadata, tensors: Mapping[str, Tensor]) -> list[str]:
             found.append(f"{name}: dtype {entry.properties.dtype} in the checkpoint, {tensor.dtype} here")
         if tensor.is_meta:
             found.append(f"{name}: on meta here; give it memory (to_empty) before loading")
-    return found
+    shares = _exchange((sorted(tensors), found), group)
+    held = {name for names, _ in shares for name in names}
+    missing = [f"{name}: not in the checkpoint" for name in sorted(held - saved.keys())]
+    left = [f"{name}: in the checkpoint, but not in this state" for name in sorted(saved.keys() - held)]
+    return [*missing, *left, *dict.fromkeys(text for _, texts in shares for text in texts)]
 
 
 def _exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -37,9 +38,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from surefoot.parallel.boxes import box_of
 from surefoot.train.manifest import MANIFEST, RECORD, CheckpointError, FileSeal, remove_checkpoint, sync_folder
 from surefoot.train.staging import Piece
 
@@ -166,7 +170,10 @@ class HashingWriter(FileSystemWriter):
 
 
 class PiecePlanner(DefaultSavePlanner):
-    """Plans the writing of staged pieces; a piece that several ranks hold is written by one of them."""
+    """Plans the writing of staged pieces; a piece that several ranks hold is written by one of them, the work spread over them.
+
+    One piece is one box of the whole: pieces of one name with other sizes at the same place, or of another whole, are refused.
+    """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -176,8 +183,35 @@ class PiecePlanner(DefaultSavePlanner):
         self.plan = SavePlan([_write_item(name, piece) for name, piece in pieces.items()])
         return self.plan
 
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if problems := contradictions(all_plans):
+            raise CheckpointError("\n".join(problems))
+        return super().create_global_plan(all_plans)
+
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         return cast(Piece, self.state_dict[write_item.index.fqn]).content
+
+
+def contradictions(plans: Sequence[SavePlan]) -> list[str]:
+    """Sentences about tensors of one name that cannot be parts of one tensor, by the rank that first says otherwise."""
+    wholes: dict[str, tuple[tuple[Any, ...], int]] = {}
+    boxes: dict[MetadataIndex, tuple[torch.Size, int]] = {}
+    found: dict[str, str] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            data, name = cast(TensorWriteData, item.tensor_data), item.index.fqn
+            whole = (list(data.size), data.properties.dtype)
+            first, holder = wholes.setdefault(name, (whole, rank))
+            if whole != first:
+                text = f"{name} is {first[1]} {first[0]} on rank {holder}, but {whole[1]} {whole[0]} on rank {rank}"
+                found.setdefault(name, f"{text}: one name is one tensor")
+                continue
+            sizes, holder = boxes.setdefault(item.index, (data.chunk.sizes, rank))
+            if sizes != data.chunk.sizes:
+                at = f"{name} at {list(data.chunk.offsets)}"
+                text = f"{at} is {list(sizes)} on rank {holder}, but {list(data.chunk.sizes)} on rank {rank}"
+                found.setdefault(name, f"{text}: pieces must be the same box, or lie apart")
+    return list(found.values())
 
 
 def _write_item(name: str, piece: Piece) -> WriteItem:
@@ -270,10 +304,27 @@ def _box(chunk: Tensor, item: ReadItem, target: Tensor) -> None:
 
 
 class TensorPlanner(DefaultLoadPlanner):
-    """Plans the reading of tensors, and of nothing else."""
+    """Plans the reading of what this rank holds of tensors, and of nothing else."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> LoadPlan:
+        saved = cast(Metadata, self.metadata).state_dict_metadata
+        items: list[ReadItem] = []
+        for name, tensor in self.state_dict.items():
+            if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+                continue
+            # by our own arithmetic: PyTorch's knows only some of the ways in which two axes cut one dim
+            box = box_of(tensor)
+            if box.numel:
+                chunk = ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+                items += create_read_items_for_chunk_list(name, cast(TensorStorageMetadata, saved[name]), [chunk])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        tensor = self.state_dict[index.fqn]
+        return tensor.to_local() if isinstance(tensor, DTensor) else cast(Tensor, tensor)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
         raise CheckpointError(f"{read_item.dest_index.fqn}: holds pickled bytes; only tensors are read")

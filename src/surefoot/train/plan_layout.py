@@ -1,10 +1,12 @@
 """What a rank of a job that is not there would hold and send: nothing is computed, read or written."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
-from surefoot.config.layout import layout_of
+from surefoot.config.layout import Layout, layout_of
 from surefoot.config.layout_search import check_layout
 from surefoot.config.model import GroupedQueryAttention, SwiGLU
 from surefoot.config.run import RunConfig
@@ -14,7 +16,7 @@ from surefoot.parallel.precision import policy_of
 from surefoot.parallel.traffic import sent
 from surefoot.train.plan_memory import Memory, Share, memory_of, share_of, units_of_share
 from surefoot.train.plan_rank import Held, hold, replicated
-from surefoot.train.plan_traffic import Passes, padded, place_of, traffic, units_of
+from surefoot.train.plan_traffic import Passes, Units, padded, place_of, traffic, units_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,32 +58,14 @@ def plan_layout(config: RunConfig, ranks: int) -> LayoutPlan:
     Raises ConfigError where the layout is illegal, CountError where a part of the user's own has no formula.
     """
     check_layout(config, ranks)
-    if not (isinstance(config.model.attention, GroupedQueryAttention) and isinstance(config.model.feed_forward, SwiGLU)):
-        raise CountError("a layout is planned by formulas for the built-in parts, and this model has parts of its own")
-    parallel = config.parallel
-    if parallel.precision == "auto":
-        parallel = replace(parallel, precision="bf16")
-    on_cpu = parallel.device == "cpu"
-    config = replace(config, parallel=replace(parallel, device="cpu" if on_cpu else "cuda", compile="off"))
-    layout, policy = layout_of(config.parallel, ranks), policy_of(config.parallel)
+    config = _resolved(config)
+    parallel, on_cpu = config.parallel, config.parallel.device == "cpu"
+    layout = layout_of(parallel, ranks)
     rows = parallel.micro_batch_size or config.data.batch_size // layout.data
     micro_batches = config.data.batch_size // layout.data // rows
-    with fake_world(config.parallel, ranks, torch.device("meta")) as world:
+    with fake_world(parallel, ranks, torch.device("meta")) as world:
         held = hold(config, world)
-    tokens = tokens_of(config, rows, on_cpu=on_cpu)
-    own_units = units_of(held.shapes)
-    local = sum(padded(unit, layout.shard) // layout.shard for unit in own_units)
-    memories = []
-    for rank in range(layout.pp):
-        share = share_of(config, rank)
-        units = tuple(units_of_share(config, share, own_units_block(held), layout.tp))
-        assert len(units) == 3
-        memories.append(
-            memory_of(
-                config, policy, layout, share, units, rank=rank, micro_batches=micro_batches, tokens=tokens,
-                moment_bytes=held.moments / local,
-            )  # fmt: skip
-        )
+    memories = _memories(config, layout, held, tokens_of(config, rows, on_cpu=on_cpu), micro_batches)
     first = share_of(config, 0)
     passes = Passes(
         layers=first.layers,
@@ -92,29 +76,66 @@ def plan_layout(config: RunConfig, ranks: int) -> LayoutPlan:
         predicts=first.predicts,
         on_cpu=on_cpu,
     )
-    flows = traffic(config.model, config.parallel, policy, layout, passes, gathered_units(config, held, first, layout.tp),
-                    place_of(config.parallel, 0))  # fmt: skip
-    sizes = {"pp": layout.pp, "replicate": layout.replicate, "shard": layout.shard, "cp": layout.cp, "tp": layout.tp}
     fullest = max(range(layout.pp), key=lambda rank: memories[rank].total)
     counted = {} if parallel.offload else {"weights": held.weights, "moments": held.moments}
     return LayoutPlan(
         ranks=ranks,
-        axes=sizes | {"data": layout.data},
+        axes=_axes(layout) | {"data": layout.data},
         num_params=num_params(config.model).total,
-        device=config.parallel.device,
-        precision=config.parallel.precision,
+        device=parallel.device,
+        precision=parallel.precision,
         micro_batches=micro_batches,
         memory=replace(memories[0], **counted),
         fullest=memories[fullest],
         fullest_pp=fullest,
-        flows=tuple(
-            PlannedFlow(
-                axis=flow.axis, kind=flow.kind, calls=amount.calls, payload=amount.payload,
-                sent=sent(flow, amount.payload, sizes.get(flow.axis, ranks)),
-            )  # fmt: skip
-            for flow, amount in sorted(flows.items())
-        ),
+        flows=tuple(_flows(config, layout, passes, gathered_units(config, held, first, layout.tp))),
     )
+
+
+def _resolved(config: RunConfig) -> RunConfig:
+    """With every ``auto`` decided as a plan does."""
+    if not (
+        isinstance(config.model.attention, GroupedQueryAttention) and isinstance(config.model.feed_forward, SwiGLU)
+    ):
+        raise CountError("a layout is planned by formulas for the built-in parts, and this model has parts of its own")
+    parallel = config.parallel
+    device: Literal["cpu", "cuda"] = "cpu" if parallel.device == "cpu" else "cuda"
+    precision = "bf16" if parallel.precision == "auto" else parallel.precision
+    return replace(config, parallel=replace(parallel, device=device, precision=precision, compile="off"))
+
+
+def _axes(layout: Layout) -> dict[str, int]:
+    return {"pp": layout.pp, "replicate": layout.replicate, "shard": layout.shard, "cp": layout.cp, "tp": layout.tp}
+
+
+def _memories(config: RunConfig, layout: Layout, held: Held, tokens: RankTokens, micro_batches: int) -> list[Memory]:
+    """Of every pipeline rank, by formula."""
+    local = sum(padded(unit, layout.shard) // layout.shard for unit in units_of(held.shapes))
+    found = []
+    for rank in range(layout.pp):
+        share = share_of(config, rank)
+        found.append(
+            memory_of(
+                config,
+                policy_of(config.parallel),
+                layout,
+                share,
+                units_of_share(config, share, own_units_block(held), layout.tp),
+                rank=rank,
+                micro_batches=micro_batches,
+                tokens=tokens,
+                moment_bytes=held.moments / local,
+            )
+        )
+    return found
+
+
+def _flows(config: RunConfig, layout: Layout, passes: Passes, units: Units) -> Iterator[PlannedFlow]:
+    parallel, axes = config.parallel, _axes(layout)
+    found = traffic(config.model, parallel, policy_of(parallel), layout, passes, units, place_of(parallel, 0))
+    for flow, amount in sorted(found.items()):
+        on_wire = sent(flow, amount.payload, axes.get(flow.axis, layout.size))
+        yield PlannedFlow(axis=flow.axis, kind=flow.kind, calls=amount.calls, payload=amount.payload, sent=on_wire)
 
 
 def tokens_of(config: RunConfig, rows: int, *, on_cpu: bool) -> RankTokens:

@@ -1,10 +1,10 @@
 """Bytes of one rank at its fullest: what it keeps between steps, and what a step adds."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from surefoot.config.layout import Layout
 from surefoot.config.layout_rules import stages_per_rank
+from surefoot.config.model import RMSNorm
 from surefoot.config.parallel import ParallelConfig
 from surefoot.config.run import RunConfig
 from surefoot.model.count import RankTokens, block_bytes, ends_bytes, logits_bytes
@@ -83,18 +83,19 @@ def in_flight(parallel: ParallelConfig, rank: int, micro_batches: int) -> float:
             return min(micro_batches * each, 2 * pp + 1) / each
 
 
-def units_of_share(config: RunConfig, share: Share, block: list[tuple[int, ...]], tp: int) -> Iterator[Units]:
+def units_of_share(
+    config: RunConfig, share: Share, block: list[tuple[int, ...]], tp: int
+) -> tuple[Units, Units, Units]:
     """Shapes of what a pipeline rank has, as it is gathered: of every block, then of the rest of each end; the last one may be a copy that
     no optimiser knows."""
     model = config.model
-    yield [block] * share.layers
     table, gain = (model.vocab_size // tp, model.d_model), (model.d_model,)
     rest: list[tuple[int, ...]] = [table] if share.embeds else []
     if share.predicts:
-        rest += [gain] if model.norm.kind == "rmsnorm" else []
+        rest += [gain] if isinstance(model.norm, RMSNorm) else []
         rest += [] if model.tie_embeddings else [table]
-    yield [rest] if rest else []
-    yield [[table]] if share.predicts and not share.embeds and model.tie_embeddings else []
+    copied = share.predicts and not share.embeds and model.tie_embeddings
+    return [block] * share.layers, [rest] if rest else [], [[table]] if copied else []
 
 
 def memory_of(

@@ -1,24 +1,21 @@
 """One rank of a job that is not there: what it holds, counted on meta tensors, and what its step sends, recorded on a fake process group."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.pipelining.schedules import _PipelineSchedule
-from torch.distributed.pipelining.stage import InferenceMode
-from torch.distributed.tensor import DTensor
 
 from surefoot.config.run import RunConfig
 from surefoot.model.parametrization import fused_rows, roles
 from surefoot.model.transformer import Transformer
 from surefoot.optim.build import build_optimizer
 from surefoot.parallel.apply import Placed, apply_layout
+from surefoot.parallel.fake_world import local_bytes, unanimous_stages, unsharded_shape
 from surefoot.parallel.forward_backward import MicroBatch
 from surefoot.parallel.mesh import World
+from surefoot.parallel.pipeline import PipelineForwardBackward
 from surefoot.parallel.precision import policy_of
 from surefoot.parallel.traffic import Amount, Flow, recorded_traffic
 
@@ -44,9 +41,9 @@ def hold(config: RunConfig, world: World) -> Held:
     parameters = dict(model.named_parameters()) if replicated(config) else _placed(model, config, world).parameters
     optimizer = build_optimizer(parameters, by_name, config.optim, config.model, fused, replicas=world.size)
     return Held(
-        weights=sum(map(_bytes, parameters.values())),
-        moments=sum(map(_bytes, optimizer.tensors().values())),
-        shapes={name: _unsharded(parameter) for name, parameter in parameters.items()},
+        weights=sum(map(local_bytes, parameters.values())),
+        moments=sum(map(local_bytes, optimizer.tensors().values())),
+        shapes={name: unsharded_shape(parameter) for name, parameter in parameters.items()},
         num_params=sum(parameter.numel() for parameter in parameters.values()),
     )
 
@@ -63,38 +60,26 @@ def record_step(config: RunConfig, world: World) -> dict[Flow, Amount]:
     ``world.device`` is where the job would compute. Raises ValueError for plain replicas: torch's DDP wants real tensors. The layout is built outside the fake mode, its tensors inside.
     """
     if replicated(config):
-        raise ValueError("parallel.data_parallel=ddp: torch's DDP looks into its parameters as it is built, and there are none")
+        raise ValueError(
+            "parallel.data_parallel=ddp: torch's DDP looks into its parameters as it is built, and there are none"
+        )
     policy = policy_of(config.parallel)
     with torch.device("meta"):
         model = Transformer(config.model, policy.compute, policy.weights)
     placed = _placed(model, config, replace(world, device=torch.device("meta")))
     with FakeTensorMode(allow_non_fake_inputs=True):
         placed.model.to_empty(device=world.device)
+        if isinstance(placed.forward_backward, PipelineForwardBackward):
+            placed.forward_backward.world = world
         data = config.data
         rows = config.parallel.micro_batch_size or data.batch_size // world.data_size
         grid = (rows, data.seq_len)
         tokens = torch.zeros(grid, dtype=torch.int64, device=world.device)
         micro = MicroBatch(tokens, tokens, tokens if data.document_mask else None, tokens)
         num = data.batch_size // (world.data_size * rows)
-        with _agreed_stages(), recorded_traffic(world) as found:
+        with unanimous_stages(), recorded_traffic(world) as found:
             placed.forward_backward([micro] * num, 1.0)
     return found
-
-
-@contextmanager
-def _agreed_stages() -> Iterator[None]:
-    """Spares a pipeline its vote before the first step, whether all ranks know their shapes: no rank answers here, and ours do."""
-    voting = _PipelineSchedule._warmup_p2p
-
-    def agreed(_: object, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
-        for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
-
-    _PipelineSchedule._warmup_p2p = agreed  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        _PipelineSchedule._warmup_p2p = voting  # type: ignore[method-assign]
 
 
 def _placed(model: Transformer, config: RunConfig, world: World) -> Placed:
@@ -105,19 +90,3 @@ def _placed(model: Transformer, config: RunConfig, world: World) -> Placed:
 
     parallel = replace(config.parallel, offload=False, compile="off")
     return apply_layout(model, parallel, world, draw=undrawn, fixed_order=True)
-
-
-def _bytes(tensor: Tensor | nn.Parameter) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.element_size()
-
-
-def _unsharded(parameter: Tensor) -> tuple[int, ...]:
-    """The shape on one tensor parallel rank."""
-    shape = list(parameter.shape)
-    if isinstance(parameter, DTensor):
-        names = parameter.device_mesh.mesh_dim_names or ()
-        for axis, placement in zip(names, parameter.placements, strict=True):
-            if axis == "tp" and not placement.is_replicate():
-                shape[placement.dim] //= parameter.device_mesh.size(names.index("tp"))  # type: ignore[attr-defined]
-    return tuple(shape)

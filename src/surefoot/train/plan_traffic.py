@@ -175,7 +175,7 @@ def of_context(
 
     With Q and K elements of queries and keys on a rank: the ring sends 2 K cp - 1 times in the forward and again in the backward, with
     their gradients in fp32 cp times; the exchange sends Q + 2 K one way and Q back, and the reverse. What is computed again sends its
-    forward again. Sums and token losses are gathered once a step.
+    forward again; selective recomputation keeps what the ring gave. Sums and token losses are gathered once a step.
     """
     attention, cp, num = model.attention, layout.cp, passes.micro_batches
     if cp == 1 or not isinstance(attention, GroupedQueryAttention):
@@ -186,8 +186,10 @@ def of_context(
     moving = wide if policy.loss_scaled and passes.on_cpu else compute
     head = passes.positions * attention.d_head // layout.tp
     queries, keys = head * attention.num_heads, head * attention.num_kv_heads
-    forwards, blocks = (1 if parallel.recompute == "none" else 2), num * passes.layers
-    if parallel.cp_attention == "ring":
+    ring = parallel.cp_attention == "ring"
+    again = parallel.recompute == "full" or (parallel.recompute == "selective" and not ring)
+    forwards, blocks = (2 if again else 1), num * passes.layers
+    if ring:
         sends = (forwards + 1) * (cp - 1)
         payload = 2 * keys * (sends * moving + cp * wide)
         yield Flow("cp", "send"), Amount(blocks * (sends + cp), blocks * payload)

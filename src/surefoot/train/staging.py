@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from surefoot.parallel.boxes import box_of
 from surefoot.train.manifest import CheckpointError
 
 
@@ -65,7 +65,7 @@ class Staging:
 
 
 def _locate(name: str, tensor: Tensor) -> tuple[Tensor, torch.Size, torch.Size] | None:
-    """What this rank holds of a tensor, the whole's shape, and where in it; None when its mesh leaves this rank out."""
+    """What this rank holds of a tensor, the whole's shape, and where in it; None when its mesh leaves this rank out, or leaves it nothing."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise CheckpointError(
             f"{name} is {tensor.layout} on {tensor.device}: a checkpoint takes dense tensors in memory"
@@ -76,5 +76,7 @@ def _locate(name: str, tensor: Tensor) -> tuple[Tensor, torch.Size, torch.Size] 
         raise CheckpointError(f"{name} has placements {tensor.placements}: reduce a partial sum before it is saved")
     if tensor.device_mesh.get_coordinate() is None:
         return None
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), tensor.shape, torch.Size(offsets)
+    box = box_of(tensor)
+    if box.numel == 0 and tensor.numel() > 0:
+        return None
+    return tensor.to_local(), tensor.shape, torch.Size(box.offsets)
