@@ -55,3 +55,22 @@ def gradients_beyond_bf16(rank: int, world: int, config: RunConfig) -> float:
 def test_bf16_gradients_are_summed_over_shards_in_fp32(config: RunConfig, vary: Callable[..., RunConfig]) -> None:
     config = vary(config, **{"parallel.precision": "bf16", "parallel.data_parallel": "fsdp"})
     assert min(run_ranks(2, gradients_beyond_bf16, config)) > 0.2
+
+
+def first_losses(rank: int, world: int, config: RunConfig) -> torch.Tensor:
+    """Token losses of the whole first batch at the initial weights, by a forward of all rows on every rank."""
+    here = join_world(config.parallel)
+    setup, _ = set_up(config, here)
+    batch = Loader(config.data, prepare(config.data), config.seed).batch(0)
+    return setup.forward_backward.forward_only(split(batch, setup))[0].token_losses_BT
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "zero1"])
+def test_under_sharding_a_bf16_forward_keeps_its_bits(
+    config: RunConfig, vary: Callable[..., RunConfig], kind: str
+) -> None:
+    """FSDP2 casts what it finds among a block's arguments: the angles of rotary positions were rounded to bf16 by it, unseen."""
+    config = vary(config, **{"parallel.precision": "bf16"})
+    alone = first_losses(0, 1, config)
+    for found in run_ranks(2, first_losses, vary(config, **{"parallel.data_parallel": kind})):
+        assert torch.equal(found, alone)

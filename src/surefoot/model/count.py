@@ -170,8 +170,6 @@ class RankTokens:
     fused_norms: bool = False
     """One kernel that keeps its input and a number a token, as on a GPU; else what torch's CPU norm keeps."""
     document_mask: bool = False
-    casts_angles: bool = False
-    """FSDP2 rounds a copy of the angles to the compute dtype."""
 
     @property
     def positions(self) -> int:
@@ -225,8 +223,7 @@ def ends_bytes(cfg: ModelConfig, at: RankTokens, *, embeds: bool = True, predict
     soon as the loss is (of the output projection in fp32)."""
     total = 0
     if _built_in(cfg):
-        angles = at.positions * cfg.attention.d_head  # type: ignore[union-attr]
-        total += angles * (at.element_bytes if at.casts_angles and at.element_bytes < 4 else at.wide)
+        total += at.positions * cfg.attention.d_head * at.wide  # type: ignore[union-attr]
         if at.kernel == "eager" and at.recompute != "none":
             total += (at.rows if at.document_mask else 1) * at.seq_len**2 * at.element_bytes
     if embeds:

@@ -92,7 +92,8 @@ class Embedding(nn.Embedding):
 class AttendContext:
     """What one forward knows besides the residual stream; the same object for all layers.
 
-    Deliberately not a pytree: FSDP2 casts the tensors it finds in a module's arguments, and the angles must stay in fp32.
+    FSDP2 casts the floating tensors that it finds in a module's arguments, in dataclasses too: what must stay in fp32 is kept from it
+    (``rope.Rotation``).
     """
 
     positions_BT: Tensor

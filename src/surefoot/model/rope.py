@@ -1,17 +1,22 @@
 """Rotary positions: a head is turned by an angle proportional to its token's position (arXiv:2104.09864 eq. 34)."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class Rotation(NamedTuple):
-    """Cosine and sine of every angle, (B, T, 1, H/2), fp32 (fp64 in an fp64 model); shared by all layers of a forward."""
+class Rotation:
+    """Cosine and sine of every angle, (B, T, 1, H/2), fp32 (fp64 in an fp64 model); shared by all layers of a forward.
 
-    cos: Tensor
-    sin: Tensor
+    No tuple and no dataclass: FSDP2 looks for tensors in those, whatever holds them, and would round the angles to the compute dtype.
+    """
+
+    __slots__ = ("cos", "sin")
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin
 
 
 def rotation(positions_BT: Tensor, d_head: int, theta: float, dtype: torch.dtype = torch.float32) -> Rotation:
@@ -30,7 +35,7 @@ def rotate(x_BTNH: Tensor, by: Rotation) -> Tensor:
 
     Products in fp32, rounded once to the dtype of x.
     """
-    turned: Tensor = _Turn.apply(x_BTNH, *by)  # type: ignore[no-untyped-call]
+    turned: Tensor = _Turn.apply(x_BTNH, by.cos, by.sin)  # type: ignore[no-untyped-call]
     return turned
 
 

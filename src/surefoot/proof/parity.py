@@ -148,7 +148,8 @@ class Parity:
         return found
 
     def _verdict(self, cell: Cell, precision: str, deviations: Sequence[Deviation], seconds: float) -> Verdict:
-        bounds, kinds = bounds_of(precision, self.config.optim), dict.fromkeys(d.kind for d in deviations)
+        bounds = bounds_of(precision, self.config.optim, products_whole=cell.products_whole)
+        kinds = dict.fromkeys(d.kind for d in deviations)
         worst = worst_of(deviations, bounds)
         beyond = sorted((d for d in deviations if d.share(bounds) > 1), key=lambda d: -d.share(bounds))
         return Verdict(

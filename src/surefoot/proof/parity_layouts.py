@@ -48,6 +48,11 @@ class Cell:
         return f"{self.variant}: {self.name}" if self.variant else self.name
 
     @property
+    def products_whole(self) -> bool:
+        """Whether one rank computes all of a row's products in a layer."""
+        return bool(self.legs) and all(leg.settings.get(axis, 1) == 1 for leg in self.legs for axis in ("tp", "cp"))
+
+    @property
     def ranks(self) -> int:
         """Of its largest leg."""
         return max((leg.ranks for leg in self.legs), default=1)

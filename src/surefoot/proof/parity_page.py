@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from surefoot.proof.parity_bounds import BOUNDS, FLOOR, PRECISIONS, Kind
+from surefoot.proof.parity_bounds import BOUNDS, FLOOR, PRECISIONS, WHOLE_GRADIENT, Kind
 from surefoot.proof.parity_layouts import ADAM_EPS, CELLS, Z_LOSS
 from surefoot.proof.parity_results import Row, passed, read_rows
 from surefoot.proof.tables import markdown_table, text_table
@@ -74,7 +74,8 @@ def _bounds_text(precisions: Sequence[str]) -> str:
     )
     return (
         f"{table}\n\nSample ids, rows, words and state digests are equal or not. A tensor's norm counts as no less than {FLOOR:g} of the root mean "
-        "square over all tensors of its kind. Where the bounds come from stands in `src/surefoot/proof/parity_bounds.py`."
+        "square over all tensors of its kind. Layouts without tensor and context ranks have a bf16 bound of "
+        f"{WHOLE_GRADIENT['bf16']:g} on gradients. Where the bounds come from stands in `src/surefoot/proof/parity_bounds.py`."
     )
 
 
