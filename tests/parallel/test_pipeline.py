@@ -15,7 +15,7 @@ from surefoot.config.parallel import PipelineConfig
 from surefoot.config.run import RunConfig
 from surefoot.data.build import prepare
 from surefoot.data.loader import Loader
-from surefoot.model.loss import LossSums
+from surefoot.model.loss import IGNORE, LossSums
 from surefoot.parallel.fork_launch import run_ranks
 from surefoot.parallel.mesh import join_world
 from surefoot.parallel.pipeline import PipelineForwardBackward
@@ -107,8 +107,9 @@ def test_every_schedule_gives_the_training_of_one_process(
         ("zero_bubble", 2, 4, {"data_parallel": "zero2", "recompute": "full"}),
         ("zbv", 2, 4, {"cp": 2}),
         ("dualpipev", 2, 4, {"tp": 2}),
+        ("zbv", 2, 4, {"data_parallel": "zero1", "offload": True}),
     ],
-    ids=["pp4", "pp2 x fsdp2 selective", "pp2 x ddp2", "pp2 x zero2 full", "pp2 x cp2", "pp2 x tp2"],
+    ids=["pp4", "x fsdp2 selective", "x ddp2", "x zero2 full", "x cp2", "x tp2", "x zero1 2 offload"],
 )
 def test_stages_and_other_axes_together_give_the_training_of_one_process(
     exact: RunConfig, vary: Vary, schedule: str, pp: int, ranks: int, more: dict[str, Any]
@@ -117,6 +118,56 @@ def test_stages_and_other_axes_together_give_the_training_of_one_process(
     found = run_ranks(ranks, trained, staged(config, vary, schedule, pp, **more))
     alone = trained(0, 1, config)
     assert worst(found, not_of_rows(alone) if "data_parallel" in more else alone)[0] <= FP64_RANKS
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        PipelineConfig(schedule="zbv", layers=(1, 2, 1, 1)),
+        PipelineConfig(schedule="1f1b", layers=(4, 1)),
+        PipelineConfig(schedule="zero_bubble", stages_per_rank=2, layers=(2, 1, 1, 1)),
+    ],
+    ids=["zbv", "1f1b", "zero bubble"],
+)
+def test_stages_of_any_length_give_the_training_of_one_process(
+    exact: RunConfig, vary: Vary, pipeline: PipelineConfig
+) -> None:
+    config = vary(exact, **{"parallel.pp": 2, "parallel.pipeline": pipeline})
+    assert worst(run_ranks(2, trained, config), trained(0, 1, exact))[0] <= FP64_RANKS
+
+
+def broken(rank: int, world: int, config: RunConfig) -> Figures:
+    """A weight of the first block is NaN, and the first micro-batch predicts nothing; then the weight is well again, changed in place."""
+    here = join_world(config.parallel)
+    setup, state = set_up(config, here)
+    micros = split(Loader(config.data, prepare(config.data), config.seed).batch(0), setup)
+    micros[0] = micros[0]._replace(targets_BT=torch.full_like(micros[0].targets_BT, IGNORE))
+    name = "blocks.0.feed_forward.down.weight"
+    local = getattr(state.parameters.get(name), "_local_tensor", state.parameters.get(name))
+    with torch.no_grad():
+        before = None if local is None else local[0, 0].clone()
+        if local is not None:
+            local[0, 0] = math.nan
+        with torch.enable_grad():
+            sums = setup.forward_backward(micros, 9.0)
+        found = {f"nan/{i}/{f}": getattr(s, f).detach() for i, s in enumerate(sums) for f in s._fields}
+        if local is not None and before is not None:
+            local[0, 0] = 1.5 * before
+    state.optimizer.zero_grad()
+    found |= {f"seen/{i}": s.ce_sum for i, s in enumerate(setup.forward_backward.forward_only(micros))}
+    found |= {f"well/{i}": s.ce_sum.detach() for i, s in enumerate(setup.forward_backward(micros, 9.0))}
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_nan_reaches_every_rank_and_what_was_mended_is_seen_by_the_next_pass(
+    exact: RunConfig, vary: Vary, schedule: str
+) -> None:
+    alone = broken(0, 1, exact)
+    assert alone["nan/1/ce_sum"].isnan()
+    for found in run_ranks(2, broken, staged(exact, vary, schedule)):
+        for name, expected in alone.items():
+            torch.testing.assert_close(found[name], expected, rtol=FP64_RANKS, atol=FP64_RANKS, equal_nan=True)
 
 
 def test_batches_of_other_sizes_and_lengths_follow_one_another(exact: RunConfig, vary: Vary) -> None:

@@ -12,7 +12,7 @@ The permutation is one-to-one, so a change inside one element always changes the
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,8 +40,53 @@ _MIX_2 = signed(0x94D049BB133111EB)
 _LOW = {shift: (1 << (64 - shift)) - 1 for shift in (30, 27, 31)}
 
 
+@dataclass(frozen=True)
+class Split:
+    """A piece of a tensor of which ranks that should hold the same bits hold different ones."""
+
+    name: str
+    offsets: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    """The ranks that hold the same bits, the largest group first, then the one with the lowest rank."""
+
+    @property
+    def suspects(self) -> tuple[int, ...]:
+        """The ranks outside of the majority; all of them where there is none."""
+        first, second = self.groups[:2]
+        outside = self.groups if len(first) == len(second) else self.groups[1:]
+        return tuple(sorted(rank for group in outside for rank in group))
+
+    def sentence(self) -> str:
+        """The piece, and who is alone with his bits, as far as that can be told."""
+        others = [rank for rank in self.groups[0] if rank not in self.suspects]
+        where = f"{self.name} at {list(self.offsets)}"
+        if not others:
+            return f"{where} on ranks {_listed(self.suspects)}"
+        verb = "differs from" if len(self.suspects) == 1 else "differ from"
+        return f"{where}: {_ranks(self.suspects)} {verb} {_ranks(others)}"
+
+
 class ReplicasDiffer(RuntimeError):
     """Ranks that should hold the same piece of a tensor hold different bits."""
+
+    splits: tuple[Split, ...] = ()
+    """The pieces, in the order of their names in the state."""
+
+    @classmethod
+    def of(cls, splits: Sequence[Split]) -> "ReplicasDiffer":
+        """The error with all that is known of it in words."""
+        told = "; ".join(split.sentence() for split in splits[:3])
+        error = cls(
+            f"{len(splits)} replicated pieces differ between ranks, first: {told}. Replicas must hold the same "
+            "bits: hardware or a missing reduction; go back to a checkpoint from before"
+        )
+        error.splits = tuple(splits)
+        return error
+
+    @property
+    def suspects(self) -> tuple[int, ...]:
+        """The ranks that hold other bits than most, of any piece; where two of two differ, both."""
+        return tuple(sorted({rank for split in self.splits for rank in split.suspects}))
 
 
 @dataclass(frozen=True)
@@ -75,22 +120,32 @@ def combine(digests: Mapping[str, int]) -> str:
 
 def _merge(everyone: list[dict[str, _Piece | None]]) -> dict[str, int]:
     """Add the pieces of all ranks, each box once, after checking that its holders agree."""
-    boxes: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int]]] = {}
-    wrong: list[str] = []
+    boxes: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], dict[int, list[int]]]] = {}
     for rank, pieces in enumerate(everyone):
         for name, piece in pieces.items():
             seen = boxes.setdefault(name, {})
-            if piece is None:
-                continue
-            total, holder = seen.setdefault((piece.offsets, piece.sizes), (piece.total, rank))
-            if total != piece.total:
-                wrong.append(f"{name} at {list(piece.offsets)} on ranks {holder} and {rank}")
-    if wrong:
-        raise ReplicasDiffer(
-            f"{len(wrong)} replicated pieces differ between ranks, first: {'; '.join(wrong[:3])}. Replicas must hold the same "
-            "bits: hardware or a missing reduction; go back to a checkpoint from before"
-        )
-    return {name: sum(total for total, _ in seen.values()) % _MODULUS for name, seen in boxes.items()}
+            if piece is not None:
+                seen.setdefault((piece.offsets, piece.sizes), {}).setdefault(piece.total, []).append(rank)
+    splits = [
+        Split(name, offsets, tuple(sorted(map(tuple, held.values()), key=lambda ranks: (-len(ranks), ranks))))
+        for name, seen in boxes.items()
+        for (offsets, _), held in seen.items()
+        if len(held) > 1
+    ]
+    if splits:
+        raise ReplicasDiffer.of(splits)
+    return {name: sum(total for held in seen.values() for total in held) % _MODULUS for name, seen in boxes.items()}
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    most = [str(rank) for rank in ranks[:8]]
+    if len(ranks) > 8:
+        return f"{', '.join(most)} and {len(ranks) - 8} more"
+    return " and ".join(part for part in (", ".join(most[:-1]), most[-1]) if part)
 
 
 def _local_piece(name: str, tensor: Tensor) -> _Piece | None:

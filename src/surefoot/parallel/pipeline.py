@@ -33,8 +33,9 @@ SEVERAL: dict[str, type[PipelineScheduleMulti]] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-KEPT_SCHEDULES = 8
-"""Schedules of other shapes that are kept: of a batch ramp, a length ramp, and the pieces of a batch."""
+KEPT_SCHEDULES = 3
+"""Schedules that are kept, the last ones used: each holds buffers for all of its micro-batches. A run has one shape, a second one for the pieces
+of a batch, and at times a third, when a ramp changes it."""
 
 
 class Shape(NamedTuple):
@@ -69,8 +70,7 @@ class PipelineForwardBackward:
         if self.tied is not None:
             self.tied.refresh()
         tokens, positions, documents, targets = (
-            None if parts[0] is None else torch.cat(parts)
-            for parts in zip(*mine, strict=True)
+            None if parts[0] is None else torch.cat(parts) for parts in zip(*mine, strict=True)
         )
         assert targets is not None
         self.num_targets, self._sums = num_targets, {}
@@ -85,6 +85,9 @@ class PipelineForwardBackward:
                 **given,
             )
             found = [self._sums[n] for n in range(len(mine))] if self.stages.last is not None else []
+        except RuntimeError as error:
+            # torch puts one of its own around what goes wrong in a stage
+            raise (error.__cause__ or error) from None
         finally:
             self._sums = None
         if self.tied is not None:
@@ -147,11 +150,11 @@ class PipelineForwardBackward:
                 f"parallel.pipeline.schedule={self.config.pipeline.schedule} over pp={self.config.pp} ranks cannot run micro-batches of {sizes}"
             )
         shape = Shape(len(mine), rows, tokens, mine[0].documents_BT is not None)
-        if shape not in self._schedules:
-            if len(self._schedules) >= KEPT_SCHEDULES:
-                del self._schedules[next(iter(self._schedules))]
-            self._schedules[shape] = self._build(shape, mine[0])
-        return self._schedules[shape]
+        schedule = self._schedules.pop(shape, None) or self._build(shape, mine[0])
+        if len(self._schedules) >= KEPT_SCHEDULES:
+            del self._schedules[next(iter(self._schedules))]
+        self._schedules[shape] = schedule
+        return schedule
 
     def _build(self, shape: Shape, micro: MicroBatch) -> PipelineScheduleSingle | PipelineScheduleMulti:
         last = self.stages.num_stages - 1

@@ -22,7 +22,7 @@ class TiedCopy:
         first, last = stages.first, stages.last
         self.weight = None if first is None or first.embedding is None else first.embedding.weight
         self.copy = None if last is None or last.head is None else last.head.weight
-        self.mesh = world.tokens["pp"]
+        self.mesh, self.device = world.tokens["pp"], world.device
         ranks = self.mesh.mesh.tolist()
         self.source = ranks[0]
         self.target = ranks[rank_of_stage(stages.num_stages - 1, config)]
@@ -33,9 +33,9 @@ class TiedCopy:
         if self.weight is not None and self.copy is not None:
             _local(self.copy).copy_(_local(self.weight))
         elif self.weight is not None:
-            dist.send(_local(self.weight).contiguous(), self.target, group=self.mesh.get_group())
+            dist.send(self._here(_local(self.weight)), self.target, group=self.mesh.get_group())
         elif self.copy is not None:
-            dist.recv(_local(self.copy), self.source, group=self.mesh.get_group())
+            _local(self.copy).copy_(self._received(_local(self.copy), self.source))
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -47,11 +47,18 @@ class TiedCopy:
             if self.weight is not None:
                 _add(self.weight, mine)
             else:
-                dist.send(mine.contiguous(), self.source, group=self.mesh.get_group())
+                dist.send(self._here(mine), self.source, group=self.mesh.get_group())
         elif self.weight is not None:
-            theirs = torch.empty_like(_local(self.weight), memory_format=torch.contiguous_format)
-            dist.recv(theirs, self.target, group=self.mesh.get_group())
-            _add(self.weight, theirs)
+            _add(self.weight, self._received(_local(self.weight), self.target))
+
+    def _here(self, shard: Tensor) -> Tensor:
+        """Where ranks meet: under offload shards lie in the host's memory."""
+        return shard.to(self.device).contiguous()
+
+    def _received(self, like: Tensor, peer: int) -> Tensor:
+        theirs = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        dist.recv(theirs, peer, group=self.mesh.get_group())
+        return theirs.to(like.device)
 
 
 def _add(weight: Tensor, grad: Tensor) -> None:
