@@ -49,8 +49,10 @@ class Cell:
 
     @property
     def products_whole(self) -> bool:
-        """Whether one rank computes all of a row's products in a layer."""
-        return bool(self.legs) and all(leg.settings.get(axis, 1) == 1 for leg in self.legs for axis in ("tp", "cp"))
+        """Whether a row's forward keeps its bits: one rank computes all of a layer, and no compiler rounds elsewhere."""
+        settings = [leg.settings for leg in self.legs]
+        apart = any(of.get("tp", 1) > 1 or of.get("cp", 1) > 1 or of.get("compile", "off") != "off" for of in settings)
+        return bool(settings) and not apart
 
     @property
     def ranks(self) -> int:

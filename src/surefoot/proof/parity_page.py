@@ -74,7 +74,7 @@ def _bounds_text(precisions: Sequence[str]) -> str:
     )
     return (
         f"{table}\n\nSample ids, rows, words and state digests are equal or not. A tensor's norm counts as no less than {FLOOR:g} of the root mean "
-        "square over all tensors of its kind. Layouts without tensor and context ranks have a bf16 bound of "
+        "square over all tensors of its kind. Layouts without tensor and context ranks or a compiler have a bf16 bound of "
         f"{WHOLE_GRADIENT['bf16']:g} on gradients. Where the bounds come from stands in `src/surefoot/proof/parity_bounds.py`."
     )
 
