@@ -76,6 +76,7 @@ def test_the_issues_commands_are_there() -> None:
         "runs",
         "report",
         "sample",
+        "export",
         "data",
         "guard",
         "drill",

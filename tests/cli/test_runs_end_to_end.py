@@ -129,6 +129,14 @@ def test_a_run_trains_reports_and_says_how_it_went(shell: Shell, train: Callable
     assert shell("sample", "run", "--prompt", "the step", "--tokens", "5", "--json") == 0
     assert json.loads(shell.out)["continuation"] == first
 
+    assert shell("export", "run", "--to", "hf", "--json") == 0
+    told = json.loads(shell.out)
+    assert told["files"] == ["model.safetensors"]
+    assert {path.name for path in (shell.folder / "hf").iterdir()} >= {"model.safetensors", "config.json"}
+    assert shell("export", "run", "--to", "hf", "--shard-gib", "0") == 2
+    assert "exists; give a folder" in shell.err
+    assert "must be more than 0" in shell.err
+
     assert shell("data", "audit", "run") == 0
     assert "exactly once per epoch" in shell.out
 

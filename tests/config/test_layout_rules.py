@@ -54,6 +54,14 @@ PIPELINE = ["--parallel.pp=2", "--parallel.micro_batch_size=4"]
             "parallel.cp=2 does not divide model.attention.num_kv_heads=2 (1 on each of parallel.tp=2)",
         ),
         (["--parallel.cp=2", *BUILD], "parallel.cp=2 cannot run model.attention.build='a:b'"),
+        (
+            ["--parallel.cp=2", "--model.feed_forward.kind=custom", "--model.feed_forward.build=a:b"],
+            "parallel.cp=2 cannot run model.feed_forward.build='a:b': it would be given a part of the row's tokens",
+        ),
+        (
+            [*PIPELINE, "--parallel.pipeline.schedule=zbv", "--parallel.recompute=selective"],
+            "parallel.recompute='selective' keeps results for one backward, and parallel.pipeline.schedule='zbv' runs two",
+        ),
         (["--parallel.cp_attention=all_to_all"], "has no effect with parallel.cp=1; leave it 'ring'"),
         (
             ["--parallel.pp=8"],
@@ -287,3 +295,8 @@ def test_the_search_is_quick_at_sixteen_thousand_ranks() -> None:
 def test_a_layout_is_said_axis_by_axis(settings: dict[str, Any], ranks: int, words: str) -> None:
     parallel = ParallelConfig(**settings)
     assert in_words(parallel, layout_of(parallel, ranks)) == words
+
+
+def test_a_batch_of_fewer_rows_than_ranks_is_refused_where_noise_is_measured_too() -> None:
+    config = resolve(tiny(), [], ["--log.noise_every=2", "--data.batch_size=4"])
+    assert any("data.batch_size=4" in text for text in validate(config, 8))

@@ -9,8 +9,9 @@ from torch.distributed.tensor import DTensor
 from surefoot.config.run import RunConfig
 from surefoot.data.build import prepare
 from surefoot.data.loader import Loader
+from surefoot.model.parts import Embedding
 from surefoot.parallel.fork_launch import run_ranks
-from surefoot.parallel.forward_backward import PlainForwardBackward
+from surefoot.parallel.forward_backward import PlainForwardBackward, WideForwardBackward
 from surefoot.parallel.mesh import join_world
 from surefoot.train.setup import set_up
 from surefoot.train.step import split, train_step
@@ -74,3 +75,33 @@ def test_under_sharding_a_bf16_forward_keeps_its_bits(
     alone = first_losses(0, 1, config)
     for found in run_ranks(2, first_losses, vary(config, **{"parallel.data_parallel": kind})):
         assert torch.equal(found, alone)
+
+
+class Idle(Embedding):
+    """Has a parameter that it does not use."""
+
+    def __init__(self, like: Embedding) -> None:
+        super().__init__(*like.weight.shape, like.compute_dtype)
+        self.weight, self.idle = like.weight, torch.nn.Parameter(torch.ones(3, dtype=like.weight.dtype))
+
+
+def gradients_there(rank: int, world: int, config: RunConfig) -> tuple[bool, bool]:
+    """Whether the idle parameter and the embedding have a gradient after two micro-batches in bf16."""
+    here = join_world(config.parallel)
+    setup, _ = set_up(config, here)
+    passes = setup.forward_backward
+    assert isinstance(passes, WideForwardBackward)
+    embedding = passes.model.embedding
+    assert isinstance(embedding, Embedding)
+    passes.model.embedding = idle = Idle(embedding)
+    batch = Loader(config.data, prepare(config.data), config.seed).batch(0, (), rank, world)
+    passes(split(batch, setup), batch.num_targets)
+    return idle.idle.grad is not None, idle.weight.grad is not None
+
+
+def test_what_nothing_uses_has_no_gradient_under_pure_bf16_either(
+    config: RunConfig, vary: Callable[..., RunConfig]
+) -> None:
+    """A zero instead of none would be decayed."""
+    config = vary(config, **{"parallel.precision": "bf16_pure", "parallel.micro_batch_size": 1})
+    assert run_ranks(2, gradients_there, config) == [(False, True)] * 2

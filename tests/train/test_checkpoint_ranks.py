@@ -157,7 +157,7 @@ def test_all_ranks_refuse_what_one_rank_finds_damaged(tmp_path: Path) -> None:
     first, second = run_ranks(2, damaged_fallback, [tmp_path / "new", tmp_path / "old"])
     assert first == second
     assert first[0] == "old"
-    assert "__1_0.distcp: sha256 is" in first[1][0]
+    assert "__1_0.distcp (written by rank 1): sha256 is" in first[1][0]
 
 
 class FullDisk:

@@ -1,7 +1,7 @@
 """The end of a run: all held-out rows, and continuations of held-out documents."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ from surefoot.config.run import RunConfig
 from surefoot.data.build import prepare
 from surefoot.monitor.run import Run
 from surefoot.parallel.digest import combine, digest_tensors
+from surefoot.parallel.fork_launch import run_ranks
 from surefoot.parallel.mesh import join_world
 from surefoot.train.evaluate import TrainingData, evaluate
-from surefoot.train.finishing import PROMPT_TOKENS, draw_sample, finish, first_bytes, first_prompt
+from surefoot.train.finishing import PROMPT_TOKENS, draw_sample, draw_samples, finish, first_bytes, first_prompt
 from surefoot.train.run import open_run
 
 
@@ -72,3 +73,32 @@ def test_where_no_document_is_long_enough_half_of_the_longest_is_the_prompt(
 def test_yardsticks_take_whole_documents_until_they_have_enough(limit: int, taken: int) -> None:
     texts = [b"12345", b"678", b"9"]
     assert list(first_bytes(texts, limit)) == texts[:taken]
+
+
+def drawn(rank: int, world: int, config: RunConfig, folder: Path) -> tuple[list[str], list[str]]:
+    """Continuations of untrained weights, and what was said of them."""
+    said: list[str] = []
+
+    def notify(kind: str, row: Mapping[str, Any]) -> None:
+        if kind == "note":
+            said.append(str(row["text"]))
+
+    with open_run(config, folder, join_world(config.parallel), notify=notify, peak=0.0) as run:
+        return [sample.text for sample in draw_samples(run)], said
+
+
+def test_ranks_that_share_out_a_model_draw_what_one_process_draws_and_stages_say_that_they_draw_nothing(
+    config: RunConfig, vary: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    config = vary(config, **{"log.sample_tokens": 6, "parallel.precision": "fp64", "model.vocab_size": 258})
+    alone = drawn(0, 1, config, tmp_path / "alone")
+    assert len(alone[0]) == 2
+    assert alone[1] == []
+    for name, settings in (("tp", {"parallel.tp": 2}), ("fsdp", {"parallel.data_parallel": "fsdp"})):
+        assert run_ranks(2, drawn, vary(config, **settings), tmp_path / name) == [alone] * 2
+    first, second = run_ranks(
+        2, drawn, vary(config, **{"parallel.pp": 2, "parallel.micro_batch_size": 2}), tmp_path / "pp"
+    )
+    assert first == ([], [first[1][0]])
+    assert first[1][0].startswith("The model lies in stages, so no continuations are drawn: `surefoot sample ")
+    assert second == ([], [])

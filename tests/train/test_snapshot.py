@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from surefoot.config.parallel import ParallelConfig
 from surefoot.config.run import RunConfig
 from surefoot.data.loader import Loader
 from surefoot.parallel.digest import digest_tensors
@@ -43,10 +44,10 @@ def test_no_capacity_keeps_nothing(config: RunConfig) -> None:
 
 def test_more_than_the_budget_is_refused_with_what_fits(config: RunConfig) -> None:
     _, state = set_up(config, ALONE)
-    size = check_budget(state.tensors(), 1, 1.0)
+    size = check_budget(state.tensors(), 1, 1.0, ALONE)
     assert size == pytest.approx(3 * 4 * sum(p.numel() for p in state.parameters.values()) / 2**30)
     with pytest.raises(EnvironmentFault, match=r"guard.snapshots=5 take .* GiB, over .*; 2 fit"):
-        check_budget(state.tensors(), 5, 2.5 * size)
+        check_budget(state.tensors(), 5, 2.5 * size, ALONE)
 
 
 def common_snapshot(rank: int, world: int, config: RunConfig, batches: tuple[tuple[int, ...], ...]) -> int:
@@ -74,3 +75,18 @@ def test_ranks_agree_on_the_newest_snapshot_that_all_have(
     config: RunConfig, batches: tuple[tuple[int, ...], ...], expected: int
 ) -> None:
     assert run_ranks(2, common_snapshot, config, batches) == [expected, expected]
+
+
+def over_budget_on_one(rank: int, world: int) -> str:
+    here = join_world(ParallelConfig(device="cpu"))
+    held = {"weights/stage": torch.zeros(2**18 if rank else 2**10)}
+    with pytest.raises(EnvironmentFault) as caught:
+        check_budget(held, 2, 2**-10, here)
+    return str(caught.value)
+
+
+def test_a_budget_that_one_rank_exceeds_is_refused_by_all() -> None:
+    first, second = run_ranks(2, over_budget_on_one)
+    assert first == second
+    assert first.startswith("guard.snapshots=2 take 0.00 GiB on the rank that holds most")
+    assert "; 1 fit" in first

@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "runs": ("surefoot.cli.runs", "list, show and compare runs"),
     "report": ("surefoot.cli.report", "write a run's report as one offline page"),
     "sample": ("surefoot.cli.sample", "continue a text with a trained model"),
+    "export": ("surefoot.cli.export", "write a run's weights for Hugging Face transformers"),
     "data": ("surefoot.cli.data", "build, inspect and audit token shards"),
     "guard": ("surefoot.cli.guard", "say what the guard would have done on a training log"),
     "drill": ("surefoot.cli.drill", "put faults into small runs and keep the score of the guard"),

@@ -21,6 +21,10 @@ def stages_per_rank(pipeline: PipelineConfig) -> int:
     return pipeline.stages_per_rank or NUM_STAGES.get(pipeline.schedule, (2, _MOST))[0]
 
 
+SPLIT_BACKWARD = ("zero_bubble", "zbv", "dualpipev")
+"""Schedules that run the backward of inputs and that of weights apart."""
+
+
 def layout_rules(model: ModelConfig, data: DataConfig, parallel: ParallelConfig) -> Iterator[Rule]:
     """What can be said of a layout before it is known how many ranks there are."""
     yield from _matrices(model, parallel)
@@ -34,7 +38,13 @@ def layout_rules(model: ModelConfig, data: DataConfig, parallel: ParallelConfig)
 
 
 def recompute_rules(model: ModelConfig, optim: OptimConfig, parallel: ParallelConfig) -> Iterator[Rule]:
-    """torch compiles nothing of a block that is computed again when a part of it leaves the compiled graph."""
+    """What recomputation does not go with: torch compiles nothing of a block that is computed again when a part of it leaves the compiled
+    graph, and what selective recomputation keeps serves one backward only."""
+    schedule = parallel.pipeline.schedule
+    if parallel.recompute == "selective" and parallel.pp > 1 and schedule in SPLIT_BACKWARD:
+        text = f"parallel.recompute='selective' keeps results for one backward, and parallel.pipeline.schedule={schedule!r} runs two (inputs, then weights)"
+        keys = ("parallel.recompute", "parallel.pipeline.schedule", "parallel.pp")
+        yield Rule(keys, f"{text}; use parallel.recompute='full', or schedule '1f1b' or 'interleaved'")
     leaving = []
     if optim.qk_clip > 0:
         leaving.append(("optim.qk_clip", f"optim.qk_clip={optim.qk_clip:g}"))
@@ -89,6 +99,9 @@ def _context(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Rule]:
     cp, attention = parallel.cp, model.attention
     if cp == 1:
         return
+    if isinstance(model.feed_forward, Custom):
+        text = f"parallel.cp={cp} cannot run model.feed_forward.build={model.feed_forward.build!r}: it would be given a part of the row's tokens, and does not say that it needs no others"
+        yield Rule(("parallel.cp", "model.feed_forward"), f"{text}; use parallel.cp=1")
     if isinstance(attention, Custom):
         text = f"parallel.cp={cp} cannot run model.attention.build={attention.build!r}: a custom attention does not say how its tokens meet those of other ranks"
         yield Rule(("parallel.cp", "model.attention"), f"{text}; use parallel.cp=1")

@@ -58,6 +58,8 @@ def noise_rules(data: DataConfig, log: LogConfig, world_size: int = 1) -> Iterat
         if size % unit:
             ranks = f" over {world_size} ranks" if world_size > 1 else ""
             rows = size // world_size
+            if rows == 0:  # another rule says so
+                continue
             pieces = ", ".join(str(n) for n in nearest_divisors(rows, log.noise_pieces) if n > 1)
             text = f"{key}={log.noise_pieces} does not divide the {rows} rows of {size_key}={size}{ranks}"
             ways = f"pieces that do: {pieces}; " if pieces else ""

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,19 +74,27 @@ def to_state(state: Mapping[str, Tensor], cfg: ModelConfig) -> dict[str, Tensor]
 
 
 def folded(state: Mapping[str, Tensor], cfg: ModelConfig) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The same function without multipliers, as other programs know it: a standard config and its weights. Raises HuggingFaceError.
+    """The same function without multipliers, as other programs know it: a standard config and its weights, as ``folding`` says. Exact to the
+    bit where a multiplier is a power of two. Raises HuggingFaceError."""
+    plain, origins = folding(tuple(state), cfg)
+    return plain, {name: _times(state[origin], scale) for name, (origin, scale) in origins.items()}
 
-    The embedding takes its own, the output projection that of the logits, what writes to the residual stream that of residual branches, the
-    query that of attention logits (under QK-norm its gain). Exact to the bit where a multiplier is a power of two. A tied model whose two
-    uses of the embedding differ comes out untied.
+
+def folding(names: Collection[str], cfg: ModelConfig) -> tuple[ModelConfig, dict[str, tuple[str, float]]]:
+    """A standard config of the same function, and of each of its weights which of ours it is, times what. Raises HuggingFaceError.
+
+    The embedding takes its own multiplier, the output projection that of the logits, what writes to the residual stream that of residual
+    branches, the query that of attention logits (under QK-norm its gain). A tied model whose two uses of the embedding differ comes out
+    untied.
     """
     scales = multipliers(cfg)
     tied = cfg.tie_embeddings and scales.embedding == scales.logits
     plain = dataclasses.replace(
         cfg, tie_embeddings=tied, embedding_multiplier=1.0, logit_multiplier=1.0, parametrization=Standard()
     )
+    origins = {name: name for name in names}
     if multipliers(cfg) == multipliers(plain):
-        return plain, dict(state)
+        return plain, {name: (name, 1.0) for name in origins}
     _require_built_in(cfg)
     query = "query_norm" if isinstance(cfg.attention, GroupedQueryAttention) and cfg.attention.qk_norm else "query"
     by_part = {
@@ -95,12 +103,11 @@ def folded(state: Mapping[str, Tensor], cfg: ModelConfig) -> tuple[ModelConfig, 
         "feed_forward.down.weight": scales.residual,
     }
     whole = {"embedding.weight": scales.embedding, "head.weight": scales.logits}
-    weights = dict(state)
     if cfg.tie_embeddings and not tied:
-        weights["head.weight"] = state["embedding.weight"]
+        origins["head.weight"] = "embedding.weight"
     return plain, {
-        name: _times(tensor, whole.get(name, by_part.get(name.partition(".")[2].partition(".")[2], 1.0)))
-        for name, tensor in weights.items()
+        name: (origin, whole.get(name, by_part.get(name.partition(".")[2].partition(".")[2], 1.0)))
+        for name, origin in origins.items()
     }
 
 

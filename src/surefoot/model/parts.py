@@ -143,6 +143,11 @@ def build_custom(part: Custom, cfg: ModelConfig, layer: int, *, place: str) -> n
     return module
 
 
+def has_custom_parts(model: nn.Module) -> bool:
+    """Whether a built model has parts of the user's."""
+    return any(callable(getattr(type(module), "flops_per_token", None)) for module in model.modules())
+
+
 def custom_count(model: nn.Module, seq_len: int) -> CustomCount:
     """Parameters and operations of the user's parts in a built model (meta device is enough), for ``surefoot.model.count``."""
     parts: list[Any] = [

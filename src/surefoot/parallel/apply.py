@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from surefoot.config.layout_rules import SPLIT_BACKWARD
 from surefoot.config.parallel import ParallelConfig
+from surefoot.model.parts import has_custom_parts
 from surefoot.model.transformer import Transformer
 from surefoot.parallel.context import split_rows
 from surefoot.parallel.forward_backward import (
@@ -58,6 +60,9 @@ def apply_layout(model: Transformer, config: ParallelConfig, world: World, *, dr
     rows = split_rows(model, config, world) if config.cp > 1 else WholeRows()
     recompute_blocks(model, config)
     if compiles(config):
+        if config.pp > 1 and config.pipeline.schedule in SPLIT_BACKWARD:
+            # a backward may free the buffers of a forward only when no second one comes
+            torch._functorch.config.donated_buffer = False
         for block in model.blocks.children():
             block.compile()
     if config.pp > 1:
@@ -104,7 +109,8 @@ def _passes(
         model,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        find_unused_parameters=fixed_order,
+        # a user's part may leave some of its parameters unused
+        find_unused_parameters=fixed_order or has_custom_parts(model),
     )
     wrapped.register_comm_hook(torch.distributed.group.WORLD, sum_hook)
     return PlainForwardBackward(model, rows, wrapped=wrapped)

@@ -79,13 +79,13 @@ def peers_of(tensors: Sequence[Tensor], *, replicas: int = 1) -> Peers:
     for tensor in placed:
         if tensor.device_mesh != mesh:
             raise ValueError(f"tensors lie on {mesh} and on {tensor.device_mesh}: work is shared out over one mesh")
-    ranks = mesh.mesh.flatten().tolist()
+    ranks, device = mesh.mesh.flatten().tolist(), torch.device(mesh.device_type)
     group = None
     if ranks != list(range(dist.get_world_size())):
-        made = dist.new_group(ranks, use_local_synchronization=True)
+        patience = dist.group.WORLD._get_backend(device).options._timeout if dist.group.WORLD is not None else None
+        made = dist.new_group(ranks, timeout=patience, use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)
         group = made.group_name
-    device = torch.device(mesh.device_type)
     return Peers(ranks.index(dist.get_rank()), len(ranks), tuple(mesh.shape), group, device)
 
 

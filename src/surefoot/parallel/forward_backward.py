@@ -123,16 +123,18 @@ class WideForwardBackward:
             if len(micro_batches) == self.num_ranks == 1:
                 return self.rows.whole(sums)
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            flat = torch.cat([grad.reshape(-1).float() for grad in grads])
+            there = grads[0].new_tensor([float(p.grad is not None) for p in parameters], dtype=torch.float32)
+            flat = torch.cat([*(grad.reshape(-1).float() for grad in grads), there])
             total = flat if total is None else total.add_(flat)
             for parameter in parameters:
                 parameter.grad = None
         assert total is not None
         if self.num_ranks > 1:
             torch.distributed.all_reduce(total)
-        shares = torch.split_with_sizes(total, [p.numel() for p in parameters])
-        for parameter, grad in zip(parameters, shares, strict=True):
-            parameter.grad = grad.view_as(parameter).to(parameter.dtype)
+        *shares, there = torch.split_with_sizes(total, [*(p.numel() for p in parameters), len(parameters)])
+        for parameter, grad, times in zip(parameters, shares, there.tolist(), strict=True):
+            # one that nothing used has none, here as anywhere: a zero would still be decayed
+            parameter.grad = grad.view_as(parameter).to(parameter.dtype) if times else None
         return self.rows.whole(sums)
 
 

@@ -126,7 +126,7 @@ class PipelineForwardBackward:
         shapes = [micro.targets_BT.shape for micro in micro_batches]
         wide = torch.promote_types(self.stages.modules[0].compute_dtype, torch.float32)
         if self.stages.last is not None:
-            whole = self.rows.whole([LossSums(*(part.detach() for part in sums)) for sums in found])
+            whole = self.rows.whole(found)
             packed = torch.cat([part.reshape(-1).to(wide) for sums in whole for part in sums])
         else:
             size = sum(5 + shape.numel() for shape in shapes)
@@ -192,7 +192,8 @@ class PipelineForwardBackward:
         if self._sums is None:
             return None
         targets = given["targets_BT"]
-        self._sums[targets.storage_offset() // targets.numel()] = out
+        # without their graph, which would keep the stage's activations to the end of the step
+        self._sums[targets.storage_offset() // targets.numel()] = LossSums(*(part.detach() for part in out))
         return out.objective.reshape(1)
 
     def _loss(self, objective: Tensor, target: Tensor) -> Tensor:

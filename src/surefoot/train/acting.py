@@ -86,7 +86,7 @@ def act(
         case LrEvent(cause=cause):
             keeping.record("verdict", action="lr_event", text=cause, **place, **told)
             keeping.record("lr_event", **place, start_step=state.step, **asdict(action))
-        case Rollback(cause=cause) if judged.refused and action.to_batch == judged.batch.batch_index:
+        case Rollback(cause=cause) if judged.refused and action.exclude and action.to_batch == judged.batch.batch_index:
             read_again(action, told, judged.before, state, loader, keeping)
             return "back"
         case Rollback(cause=cause):

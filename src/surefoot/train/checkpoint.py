@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,12 +25,13 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from surefoot.train import manifest as manifests
-from surefoot.train.checkpoint_io import HashingWriter, PiecePlanner, TensorPlanner, VerifiedReader, explain_os_error
+from surefoot.train.checkpoint_io import HashingWriter, VerifiedReader, explain_os_error
+from surefoot.train.checkpoint_planning import PiecePlanner, TensorPlanner, misfits
 from surefoot.train.manifest import METADATA, RECORD, CheckpointError, FileSeal, Manifest
 from surefoot.train.staging import Piece, Staging
 from surefoot.train.unpickle import read_metadata
@@ -100,14 +102,16 @@ def save(
     group: dist.ProcessGroup | None = None,
     staging: Staging | None = None,
     before_manifest: Callable[[], None] | None = None,
+    compared: bool = False,
 ) -> PendingSave:
     """Write a checkpoint into the new folder ``folder``; all ranks call it, with the same path on a disk they share.
 
-    Plain tensors are taken to be the same on all ranks, DTensors are written as they are sharded. The state is copied
-    before this returns. ``asynchronous``: the rest happens in a thread, over ``group`` (``own_group()``, required with
-    several ranks); else it is over when this returns, and an error is raised here. ``before_manifest`` runs on the first
-    rank when all else is on disk (to flush the rows that belong to the checkpoint). One ``staging`` serves one save at a
-    time: a second one waits for the first.
+    A rank may hold some of the names only. Plain tensors are taken to be the same on all ranks that name them, DTensors are
+    written as they are sharded, each box once; boxes that several ranks hold are compared first, and are an error where they
+    differ, unless the caller has ``compared`` them. The state is copied before this returns. ``asynchronous``: the rest
+    happens in a thread, over ``group`` (``own_group()``, required with several ranks); else it is over when this returns, and
+    an error is raised here. ``before_manifest`` runs on the first rank when all else is on disk (to flush the rows that belong
+    to the checkpoint). One ``staging`` serves one save at a time: a second one waits for the first.
     """
     if asynchronous and group is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise CheckpointError(
@@ -117,7 +121,7 @@ def save(
     staging = staging or Staging()
     staging.wait()
     pieces = staging.copy(tensors)
-    pending = PendingSave(folder, partial(_write, folder, pieces, text, group, before_manifest))
+    pending = PendingSave(folder, partial(_write, folder, pieces, text, group, before_manifest, compared))
     if asynchronous:
         staging.busy_until(pending._thread)
         pending._thread.start()
@@ -135,15 +139,7 @@ def load(folder: Path, tensors: Mapping[str, Tensor], *, group: dist.ProcessGrou
     """
     if problems := verify(folder, group=group):
         raise CheckpointError("\n".join(problems))
-    manifest = manifests.read_manifest(folder)
-    metadata = read_metadata(folder / METADATA, manifest.files.keys() - {RECORD, METADATA})
-    try:
-        record = json.loads((folder / RECORD).read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{folder / RECORD}: not JSON ({error})") from error
-    if mismatches := _mismatches(metadata, tensors, group):
-        listed = "\n  ".join(mismatches[:20]) + (f"\n  and {len(mismatches) - 20} more" if len(mismatches) > 20 else "")
-        raise CheckpointError(f"{folder}: does not fit this state:\n  {listed}")
+    metadata, record = _open(folder, tensors, group)
     try:
         _load_state_dict(
             state_dict=dict(sorted(tensors.items())),
@@ -154,7 +150,7 @@ def load(folder: Path, tensors: Mapping[str, Tensor], *, group: dist.ProcessGrou
         )
     except CheckpointException as error:  # a BaseException, which `except Exception` would miss
         raise CheckpointError(_cause(folder, error, 0)) from error
-    return cast(dict[str, Any], record)
+    return record
 
 
 def verify(folder: Path, *, group: dist.ProcessGroup | None = None) -> list[str]:
@@ -169,7 +165,7 @@ def verify(folder: Path, *, group: dist.ProcessGroup | None = None) -> list[str]
     else:
         by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].num_bytes, name))
         found = manifests.check_files(folder, manifest, by_size[rank::world])
-    shares = _exchange(found, group)
+    shares = over_ranks(found, group)
     return list(dict.fromkeys(problem for share in shares for problem in share))
 
 
@@ -186,11 +182,14 @@ def _write(
     record: bytes,
     group: dist.ProcessGroup | None,
     before_manifest: Callable[[], None] | None,
+    compared: bool,
 ) -> Manifest:
     """The whole of a save after staging, on every rank."""
     num_bytes = sum(piece.content.nbytes for piece in pieces.values())
     writer = HashingWriter(folder, record)
     try:
+        if not compared:
+            _compare(folder, pieces, group)
         _save_state_dict(
             state_dict=cast(dict[str, Any], pieces),
             storage_writer=writer,
@@ -218,7 +217,7 @@ def _publish(
     num_bytes: int,
 ) -> Manifest:
     """Gather every rank's hashes and let the first rank write the manifest; all ranks learn how it went."""
-    shares = _exchange(seals, group)
+    shares = over_ranks(seals, group)
     manifest = Manifest(len(shares), {name: seal for share in shares for name, seal in share.items()})
     failure = ""
     if not dist.is_initialized() or dist.get_rank(group) == 0:
@@ -230,31 +229,57 @@ def _publish(
             failure = explain_os_error(folder, error, num_bytes)
         except Exception as error:  # noqa: BLE001  (the other ranks must hear of it, whatever it is)
             failure = f"{folder}: {type(error).__name__} before the manifest was written: {error}"
-    if failure := _exchange(failure, group)[0]:
+    if failure := over_ranks(failure, group)[0]:
         raise CheckpointError(failure)
     return manifest
 
 
-def _mismatches(metadata: Metadata, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[str]:
-    """What of the checkpoint does not fit the state of all ranks together, each of which may hold a part of its tensors; the same on all."""
-    saved = metadata.state_dict_metadata
-    found: list[str] = []
-    for name in sorted(saved.keys() & tensors.keys()):
-        entry, tensor = cast(TensorStorageMetadata, saved[name]), tensors[name]
-        if entry.size != tensor.shape:
-            found.append(f"{name}: shape {list(entry.size)} in the checkpoint, {list(tensor.shape)} here")
-        if entry.properties.dtype != tensor.dtype:
-            found.append(f"{name}: dtype {entry.properties.dtype} in the checkpoint, {tensor.dtype} here")
-        if tensor.is_meta:
-            found.append(f"{name}: on meta here; give it memory (to_empty) before loading")
-    shares = _exchange((sorted(tensors), found), group)
+def _open(
+    folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> tuple[Metadata, dict[str, Any]]:
+    """Table of contents and record of a verified checkpoint that fits the state of all ranks together; raises the same error on all of them."""
+    metadata, record, problems = Metadata({}), {}, list[str]()
+    try:
+        manifest = manifests.read_manifest(folder)
+        metadata = read_metadata(folder / METADATA, manifest.files.keys() - {RECORD, METADATA})
+        record = json.loads((folder / RECORD).read_bytes())
+    except CheckpointError as error:
+        problems = [str(error)]
+    except (OSError, ValueError) as error:
+        problems = [f"{folder / RECORD}: not JSON ({error})"]
+    if problems := list(dict.fromkeys(text for share in over_ranks(problems, group) for text in share)):
+        raise CheckpointError("\n".join(problems))
+    shares = over_ranks((sorted(tensors), misfits(metadata, tensors)), group)
     held = {name for names, _ in shares for name in names}
-    missing = [f"{name}: not in the checkpoint" for name in sorted(held - saved.keys())]
-    left = [f"{name}: in the checkpoint, but not in this state" for name in sorted(saved.keys() - held)]
-    return [*missing, *left, *dict.fromkeys(text for _, texts in shares for text in texts)]
+    saved = metadata.state_dict_metadata.keys()
+    found = [f"{name}: not in the checkpoint" for name in sorted(held - saved)]
+    found += [f"{name}: in the checkpoint, but not in this state" for name in sorted(saved - held)]
+    found += dict.fromkeys(text for _, texts in shares for text in texts)
+    if found:
+        listed = "\n  ".join(found[:20]) + (f"\n  and {len(found) - 20} more" if len(found) > 20 else "")
+        raise CheckpointError(f"{folder}: does not fit this state:\n  {listed}")
+    return metadata, record
 
 
-def _exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def _compare(folder: Path, pieces: Mapping[str, Piece], group: dist.ProcessGroup | None) -> None:
+    """Raise CheckpointError, on every rank, where several hold one piece and not the same bytes: only one of them would be written."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    boxes = over_ranks({name: piece.box for name, piece in pieces.items()}, group)
+    holders = Counter((name, box) for share in boxes for name, box in share.items())
+    mine = {name: piece.sha256() for name, piece in pieces.items() if holders[name, piece.box] > 1}
+    seen: dict[Any, tuple[str, int]] = {}
+    for rank, share in enumerate(over_ranks(mine, group)):
+        for name, found in share.items():
+            first, holder = seen.setdefault((name, boxes[rank][name]), (found, rank))
+            if first != found:
+                raise CheckpointError(
+                    f"{folder}: {name} is not the same on ranks {holder} and {rank}, and only one would be written: what differs between ranks "
+                    "must be a DTensor, or have a name for each rank"
+                )
+
+
+def over_ranks(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Every rank's value, in the order of ranks."""
     if not dist.is_initialized():
         return [value]

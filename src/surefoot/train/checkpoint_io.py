@@ -12,40 +12,20 @@ import os
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from surefoot.parallel.boxes import box_of
 from surefoot.train.manifest import MANIFEST, RECORD, CheckpointError, FileSeal, remove_checkpoint, sync_folder
-from surefoot.train.staging import Piece
 
 _WRITE_BYTES = 4 << 20
 """Bytes hashed and written at a time: large enough that both run without the interpreter's lock, small enough for the cache."""
@@ -169,57 +149,6 @@ class HashingWriter(FileSystemWriter):
         sync_folder(self._folder)
 
 
-class PiecePlanner(DefaultSavePlanner):
-    """Plans the writing of staged pieces; a piece that several ranks hold is written by one of them, the work spread over them.
-
-    One piece is one box of the whole: pieces of one name with other sizes at the same place, or of another whole, are refused.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def create_local_plan(self) -> SavePlan:
-        pieces = cast(Mapping[str, Piece], self.state_dict)
-        self.plan = SavePlan([_write_item(name, piece) for name, piece in pieces.items()])
-        return self.plan
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        if problems := contradictions(all_plans):
-            raise CheckpointError("\n".join(problems))
-        return super().create_global_plan(all_plans)
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return cast(Piece, self.state_dict[write_item.index.fqn]).content
-
-
-def contradictions(plans: Sequence[SavePlan]) -> list[str]:
-    """Sentences about tensors of one name that cannot be parts of one tensor, by the rank that first says otherwise."""
-    wholes: dict[str, tuple[tuple[Any, ...], int]] = {}
-    boxes: dict[MetadataIndex, tuple[torch.Size, int]] = {}
-    found: dict[str, str] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            data, name = cast(TensorWriteData, item.tensor_data), item.index.fqn
-            whole = (list(data.size), data.properties.dtype)
-            first, holder = wholes.setdefault(name, (whole, rank))
-            if whole != first:
-                text = f"{name} is {first[1]} {first[0]} on rank {holder}, but {whole[1]} {whole[0]} on rank {rank}"
-                found.setdefault(name, f"{text}: one name is one tensor")
-                continue
-            sizes, holder = boxes.setdefault(item.index, (data.chunk.sizes, rank))
-            if sizes != data.chunk.sizes:
-                at = f"{name} at {list(data.chunk.offsets)}"
-                text = f"{at} is {list(sizes)} on rank {holder}, but {list(data.chunk.sizes)} on rank {rank}"
-                found.setdefault(name, f"{text}: pieces must be the same box, or lie apart")
-    return list(found.values())
-
-
-def _write_item(name: str, piece: Piece) -> WriteItem:
-    chunk = ChunkStorageMetadata(offsets=piece.offsets, sizes=piece.content.shape)
-    data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=piece.content.dtype), size=piece.shape)
-    return WriteItem(index=MetadataIndex(name, piece.offsets), type=WriteItemType.SHARD, tensor_data=data)
-
-
 class VerifiedReader(StorageReader):
     """Reads tensors of a checkpoint whose files have been verified, by a table of contents that has been checked."""
 
@@ -301,33 +230,6 @@ def _box(chunk: Tensor, item: ReadItem, target: Tensor) -> None:
             f"{item.storage_index.fqn}: {chunk.dtype} {list(chunk.shape)} does not fit {target.dtype} {list(target.shape)}"
         )
     target.copy_(chunk)
-
-
-class TensorPlanner(DefaultLoadPlanner):
-    """Plans the reading of what this rank holds of tensors, and of nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def create_local_plan(self) -> LoadPlan:
-        saved = cast(Metadata, self.metadata).state_dict_metadata
-        items: list[ReadItem] = []
-        for name, tensor in self.state_dict.items():
-            if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
-                continue
-            # by our own arithmetic: PyTorch's knows only some of the ways in which two axes cut one dim
-            box = box_of(tensor)
-            if box.numel:
-                chunk = ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-                items += create_read_items_for_chunk_list(name, cast(TensorStorageMetadata, saved[name]), [chunk])
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        tensor = self.state_dict[index.fqn]
-        return tensor.to_local() if isinstance(tensor, DTensor) else cast(Tensor, tensor)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
-        raise CheckpointError(f"{read_item.dest_index.fqn}: holds pickled bytes; only tensors are read")
 
 
 def explain_os_error(folder: Path, error: OSError, num_bytes: int) -> str:

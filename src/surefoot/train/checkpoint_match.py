@@ -22,8 +22,9 @@ from surefoot.optim.build import optimizer_of
 from surefoot.optim.narrow_adam import NarrowAdam
 from surefoot.optim.optimizer import Rule
 from surefoot.train import manifest as manifests
-from surefoot.train.checkpoint import verify
-from surefoot.train.checkpoint_io import TensorPlanner, VerifiedReader
+from surefoot.train.checkpoint import over_ranks, verify
+from surefoot.train.checkpoint_io import VerifiedReader
+from surefoot.train.checkpoint_planning import TensorPlanner
 from surefoot.train.manifest import METADATA, RECORD, CheckpointError
 from surefoot.train.state import TrainState
 from surefoot.train.unpickle import read_metadata
@@ -73,6 +74,11 @@ class Source:
             if not isinstance(entry, TensorStorageMetadata) or entry.size != tensors[name].shape
         }
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor that was saved, by name."""
+        entries = self.metadata.state_dict_metadata.items()
+        return {name: tuple(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
     def dtype(self, name: str) -> torch.dtype:
         """In which a tensor was saved."""
         entry = self.metadata.state_dict_metadata[name]
@@ -90,9 +96,9 @@ class Source:
         )
 
 
-def open_source(folder: Path, group: Any = None) -> Source:
-    """Verify a checkpoint and read its table of contents. All ranks call it. Raises CheckpointError."""
-    if problems := verify(folder, group=group):
+def open_source(folder: Path, group: Any = None, *, verified: bool = False) -> Source:
+    """Verify a checkpoint, unless the caller has, and read its table of contents. All ranks call it. Raises CheckpointError."""
+    if not verified and (problems := verify(folder, group=group)):
         raise CheckpointError("\n".join(problems))
     manifest = manifests.read_manifest(folder)
     return Source(folder, read_metadata(folder / METADATA, manifest.files.keys() - {RECORD, METADATA}), group)
@@ -120,18 +126,22 @@ def take_over(folder: Path, state: TrainState, *, group: Any = None) -> Taken:
     record = read_record(folder)
     tensors = state.tensors()
     missing = source.lacks(tensors)
-    drawn = sorted(name for name in state.parameters if f"weights/{name}" in missing)
+    drawn = sorted(_union([name for name in state.parameters if f"weights/{name}" in missing], group))
     before = from_dict(OptimConfig, record["config"]["optim"])
     counters = dict(record["counters"])
     since = {rule.kind: int(counters.get("moments_since", {}).get(rule.kind, 0)) for rule in state.optimizer.rules}
     zero: set[str] = set()
     restarted: list[tuple[int, str]] = []
+    # a stage of a pipeline has some of a rule's parameters, or none; what becomes of the rule is the same on all
+    found = {rule.kind: _reasons(rule, state, before, missing, drawn) for rule in state.optimizer.rules}
+    why = _union([(kind, name, text) for kind, texts in found.items() for name, text in sorted(texts.items())], group)
+    moved = _union([(rule.kind, name) for rule in state.optimizer.rules for name in rule.parameters], group)
     for rule in state.optimizer.rules:
-        reasons = _reasons(rule, state, before, missing, drawn)
+        reasons = {name: text for kind, name, text in why if kind == rule.kind}
         if not reasons:
             continue
         has_second_moment = not math.isnan(rule.beta2)
-        names = set(rule.parameters) if has_second_moment else set(reasons)
+        names = {name for kind, name in moved if kind == rule.kind} if has_second_moment else set(reasons)
         if has_second_moment:
             since[rule.kind] = int(counters["step"])
         together = ", and its rule counts updates for all it moves" if len(reasons) < len(names) else ""
@@ -149,6 +159,11 @@ def take_over(folder: Path, state: TrainState, *, group: Any = None) -> Taken:
         forget_update_sizes(state)
     adapted = _rounded(source, taken) + _fitted(state, before)
     return Taken(tuple(drawn), tuple(restarted), tuple(adapted))
+
+
+def _union(mine: list[Any], group: Any) -> list[Any]:
+    """What any rank has, each once."""
+    return list(dict.fromkeys(item for share in over_ranks(mine, group) for item in share))
 
 
 def _reasons(rule: Rule, state: TrainState, before: OptimConfig, missing: set[str], drawn: list[str]) -> dict[str, str]:

@@ -55,7 +55,7 @@ def dry_run(config: RunConfig, world: World) -> DryRun:
     Raises what ``set_up`` raises; EnvironmentFault when the snapshots are over their budget.
     """
     setup, state = set_up(config, world)
-    snapshot_gib = check_budget(state.tensors(), config.guard.snapshots, config.guard.snapshot_budget_gib)
+    snapshot_gib = check_budget(state.tensors(), config.guard.snapshots, config.guard.snapshot_budget_gib, world)
     batch = random_batch(setup)
     train_step(state, batch, setup)
     begun = time.perf_counter()

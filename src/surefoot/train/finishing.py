@@ -33,7 +33,7 @@ def finish(run: OpenRun, stop_asked: Callable[[], bool] = lambda: False) -> bool
         results[rows.name] = evaluate(run.setup, rows, run.config.eval.final_rows)
         if run.keeping.from_leader(stop_asked()):
             return False
-    samples = [sample for rows in run.data.held_out if (sample := draw_sample(run, rows)) is not None]
+    samples = draw_samples(run)
     digest = combine(digest_tensors(state.tensors()))
     if store:
         told = {f"eval/{name}/bits_per_byte": result.bits_per_byte for name, result in results.items()}
@@ -72,11 +72,21 @@ def first_bytes(texts: Iterable[bytes], limit: int = YARDSTICK_BYTES) -> Iterato
         yield text
 
 
+def draw_samples(run: OpenRun) -> list[Sample]:
+    """A continuation per domain, where they are asked for; none, which is said, of a model in stages: no rank can run it by itself."""
+    if not run.config.log.sample_tokens:
+        return []
+    if run.setup.world.layout.pp > 1:
+        if run.keeping.store:
+            text = f"The model lies in stages, so no continuations are drawn: `surefoot sample {run.keeping.folder}` draws them from its checkpoint."
+            run.keeping.notify("note", {"text": text})
+        return []
+    return [sample for rows in run.data.held_out if (sample := draw_sample(run, rows)) is not None]
+
+
 def draw_sample(run: OpenRun, rows: EvalRows) -> Sample | None:
     """What the model makes of the beginning of the first held-out document that is long enough to begin."""
     config = run.config
-    if not config.log.sample_tokens:
-        return None
     tokenizer = load_tokenizer(config.data.tokenizer, run.data.prepared.tokenizer_path)
     prompt = first_prompt(rows)
     if not prompt:

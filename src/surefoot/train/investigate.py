@@ -206,7 +206,8 @@ def can_widen(config: RunConfig, world: World) -> bool:
 def widened(state: TrainState) -> Iterator[None]:
     """Compute in fp32 meanwhile, operands as they are; weights kept in less (bf16_pure) only miss digits that the run does not have."""
     model = state.model
-    assert isinstance(model, Transformer) and model.embedding is not None
+    assert isinstance(model, Transformer)
+    assert model.embedding is not None
     narrow = model.compute_dtype
     model.compute_dtype = model.embedding.compute_dtype = torch.float32
     try:

@@ -13,7 +13,7 @@ from surefoot.guard.ledger import Ledger
 from surefoot.monitor.store import RunStore
 from surefoot.parallel.digest import combine, digest_tensors
 from surefoot.parallel.mesh import World
-from surefoot.parallel.reduce import from_rank_zero
+from surefoot.parallel.reduce import from_every_rank, from_rank_zero
 from surefoot.train.checkpoint import PendingSave, load, save
 from surefoot.train.checkpoint_match import Taken, take_over
 from surefoot.train.manifest import CheckpointError
@@ -92,8 +92,9 @@ class Keeping:
 
     # Checkpoints
 
-    def save(self, state: TrainState, *, asynchronous: bool) -> bool:
-        """Write a checkpoint of the state as it is, or begin to; False when it could not be written, which is said.
+    def save(self, state: TrainState, *, asynchronous: bool, digest: str = "") -> bool:
+        """Write a checkpoint of the state as it is, or begin to; False when it could not be written, which is said. ``digest``: the state's,
+        where it is known.
 
         Rows so far are made durable first. One save is in flight at most. What is already on disk is not written again.
         """
@@ -111,18 +112,25 @@ class Keeping:
             "step": state.step,
             "batch_index": state.batch_index,
             "attempt": self.ledger.attempt,
-            "digest": combine(digest_tensors(tensors)),
+            # the digest compares what several ranks hold
+            "digest": digest or combine(digest_tensors(tensors)),
         }
         record = {
             "config": to_dict(self.config),
-            "counters": state.counters(),
+            "counters": self._counters(state),
             "ledger": {"rows": len(self.ledger.rows), "hash": self.ledger.prefix_hash(len(self.ledger.rows))},
             "checkpoint": row,
             **self.provenance,
         }
         try:
             pending = save(
-                self.path(name), tensors, record, asynchronous=asynchronous, group=self.save_group, staging=self.staging
+                self.path(name),
+                tensors,
+                record,
+                asynchronous=asynchronous,
+                group=self.save_group,
+                staging=self.staging,
+                compared=True,
             )
         except CheckpointError as error:
             self.warn(
@@ -167,6 +175,14 @@ class Keeping:
     def load_shared(self, folder: Path, state: TrainState) -> Taken:
         """Restore what a parent's checkpoint shares with the state; says what it does not. Raises CheckpointError."""
         return take_over(folder, state, group=self.save_group)
+
+    def _counters(self, state: TrainState) -> dict[str, Any]:
+        """The state's, with the rules of every stage of a pipeline: some may have none of a kind that others have."""
+        counters = state.counters()
+        if self.world.layout.pp > 1:
+            shares = from_every_rank(counters["moments_since"], self.world)
+            counters["moments_since"] = {kind: since for share in shares for kind, since in share.items()}
+        return counters
 
     def _name(self, state: TrainState) -> str:
         name = checkpoint_name(state.step, self.ledger.attempt)

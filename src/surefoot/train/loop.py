@@ -20,6 +20,7 @@ from surefoot.train.investigate import Recent, investigate
 from surefoot.train.keeping import Keeping
 from surefoot.train.manifest import CheckpointError
 from surefoot.train.probes import probe_metrics, probe_rows, take_probe
+from surefoot.train.replicas import Replicas
 from surefoot.train.row_memory import RowMemory
 from surefoot.train.rows import Pace, Watcher, describe, due, regime, speed, tell
 from surefoot.train.setup import Setup
@@ -51,6 +52,7 @@ def train(
     snapshots.take(state)
     recent, pace = Recent(), Pace()
     horizon = Horizon(setup, data.loader.batch_starts, keeping, clock)
+    replicas = Replicas(state.batch_index)
     first = True
     while state.step < horizon.steps:
         begun = time.perf_counter()
@@ -65,11 +67,13 @@ def train(
         verdict = judge(state.guard, outcome.signals, config.guard, spent, probe, horizon.steps)
         seconds = time.perf_counter() - begun - probing
         judged = settle(Judged(batch, outcome, state.guard, verdict), recent, state, setup, data, keeping)
+        last = state.step >= horizon.steps or outcome.stop_asked
+        judged = replicas.look(judged, state, setup, keeping, last=last)
         state.guard = judged.verdict.state
         state.optimizer.zero_grad()
         inside = probe_metrics(probe) if probe else {}
         measured = speed(setup, batch, seconds, waited) | horizon.spent() | inside
-        report = describe(state, setup, data, judged, measured)
+        report = describe(state, setup, data, judged, measured, replicas.digest)
         tell(report, state, setup, keeping, watchers)
         judge_held_out(report, state, setup, keeping)
         pace.watch(report, batch.samples_B3.shape[0] * config.data.seq_len, state, keeping)
@@ -78,11 +82,12 @@ def train(
             return done
         if done == "back":
             recent.forget()
+            replicas.went_back(state)
             continue
         recent.note(outcome, inside)
         horizon.watch(state)
         last = state.step >= horizon.steps or outcome.stop_asked
-        keep_up(state, setup, keeping, snapshots, last=last, skipped=outcome.skipped)
+        keep_up(state, setup, keeping, snapshots, last=last, skipped=outcome.skipped, digest=replicas.digest)
         if outcome.stop_asked:
             break
     save_last(state, keeping)
@@ -168,7 +173,14 @@ def judge_held_out(report: StepReport, state: TrainState, setup: Setup, keeping:
 
 
 def keep_up(
-    state: TrainState, setup: Setup, keeping: Keeping, snapshots: SnapshotRing, *, last: bool, skipped: bool
+    state: TrainState,
+    setup: Setup,
+    keeping: Keeping,
+    snapshots: SnapshotRing,
+    *,
+    last: bool,
+    skipped: bool,
+    digest: str,
 ) -> None:
     """Snapshots and checkpoints that are due after a batch; after the last one the loop's end saves."""
     config = setup.config
@@ -179,5 +191,5 @@ def keep_up(
         prune(keeping)
     certify(keeping, state)
     if due(state.step, config.checkpoint.every) and not skipped and not last:
-        keeping.save(state, asynchronous=config.checkpoint.asynchronous)
+        keeping.save(state, asynchronous=config.checkpoint.asynchronous, digest=digest)
         prune(keeping)

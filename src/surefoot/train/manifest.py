@@ -6,6 +6,7 @@ It holds size and sha256 of every other file, and its own sha256. A folder witho
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,23 +103,25 @@ def check_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[
     problems = []
     for name in names:
         path, seal = folder / name, manifest.files[name]
+        writer = re.fullmatch(r"__(\d+)_\d+\.distcp", name) if manifest.world_size > 1 else None
+        by = f" (written by rank {writer[1]})" if writer else ""
         try:
             if path.is_symlink() or not path.is_file():
-                problems.append(f"{path}: missing, but the manifest lists it with {seal.num_bytes} bytes")
+                problems.append(f"{path}{by}: missing, but the manifest lists it with {seal.num_bytes} bytes")
                 continue
             size = path.stat().st_size
             if size != seal.num_bytes:
                 problems.append(
-                    f"{path}: {size} bytes, but the manifest says {seal.num_bytes}; it ends at offset {size}"
+                    f"{path}{by}: {size} bytes, but the manifest says {seal.num_bytes}; it ends at offset {size}"
                 )
                 continue
             with path.open("rb") as stream:
                 found = hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
-            problems.append(f"{path}: unreadable ({error.strerror or error})")
+            problems.append(f"{path}{by}: unreadable ({error.strerror or error})")
             continue
         if found != seal.sha256:
-            problems.append(f"{path}: sha256 is {found}, but the manifest says {seal.sha256}; its content changed")
+            problems.append(f"{path}{by}: sha256 is {found}, but the manifest says {seal.sha256}; its content changed")
     return problems
 
 

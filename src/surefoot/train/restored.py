@@ -52,7 +52,7 @@ def open_model(folder: Path, step: int | None = None) -> RestoredModel:
     """
     run = Run(folder)
     config = from_toml(RunConfig, folder / "config.toml")
-    chosen = _choose(run, step)
+    chosen = choose_checkpoint(run, step)
     parallel = _resolved(config.parallel)
     policy = policy_of(parallel)
     with torch.device("meta"):
@@ -73,7 +73,9 @@ def _resolved(parallel: ParallelConfig) -> ParallelConfig:
     return replace(parallel, precision="fp32") if parallel.precision == "auto" else parallel
 
 
-def _choose(run: Run, step: int | None) -> Checkpoint:
+def choose_checkpoint(run: Run, step: int | None = None) -> Checkpoint:
+    """The newest checkpoint of the surviving run that verifies, or the one at a step. Raises ConfigError when there is none, CheckpointError when
+    none is good."""
     there = [c for c in run.ledger.surviving_checkpoints() if (run.folder / "checkpoints" / c.name).is_dir()]
     wanted = [c for c in there if step is None or c.step == step]
     if not wanted:

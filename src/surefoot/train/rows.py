@@ -16,7 +16,6 @@ from surefoot.guard.detectors import Scores
 from surefoot.guard.pace import PaceState, observe_pace
 from surefoot.guard.signals import PaceSignals
 from surefoot.monitor.step_report import StepReport
-from surefoot.parallel.digest import combine, digest_tensors
 from surefoot.train.acting import Judged
 from surefoot.train.cutting import seq_len_at
 from surefoot.train.evaluate import TrainingData, cadence_metrics
@@ -39,15 +38,14 @@ def describe(
     data: TrainingData,
     judged: Judged,
     measured: dict[str, float],
+    digest: str = "",
 ) -> StepReport:
-    """The record of one consumed batch, with the evaluation and the state digest where they are due; ``measured`` are further metrics."""
+    """The record of one consumed batch, with the evaluation and the state's ``digest`` where they are due; ``measured`` are further metrics."""
     config, batch, outcome = setup.config, judged.batch, judged.outcome
     metrics = outcome.metrics | scored(judged.first.scores) | measured
     if due(state.step, config.eval.every) and not outcome.skipped:
         metrics |= cadence_metrics(setup, data)
-    digest = ""
-    if due(state.step, config.log.digest_every) and not outcome.skipped:
-        digest = combine(digest_tensors(state.tensors()))
+    told = due(state.step, config.log.digest_every) and not outcome.skipped
     return StepReport(
         batch_index=batch.batch_index,
         step=state.step,
@@ -57,7 +55,7 @@ def describe(
         metrics=metrics,
         sample_digest=batch.digest,
         excluded=batch.excluded,
-        state_digest=digest,
+        state_digest=digest if told else "",
     )
 
 

@@ -94,7 +94,7 @@ def open_run(
         prepared = prepare_together(config, world, progress)
         data = TrainingData.open(config, prepared)
         setup, state = set_up(config, world, peak_flops=find_peak(config, world) if peak is None else peak)
-        snapshot_gib = check_budget(state.tensors(), config.guard.snapshots, config.guard.snapshot_budget_gib)
+        snapshot_gib = check_budget(state.tensors(), config.guard.snapshots, config.guard.snapshot_budget_gib, world)
         provenance = {"data_fingerprint": prepared.fingerprint, "tokenizer_fingerprint": prepared.tokenizer_fingerprint}
         keeping = Keeping(config, world, folder, store, notify, provenance, own_group())
         if store:

@@ -73,13 +73,16 @@ class SnapshotRing:
         self.kept = [s for s in self.kept if s.batch_index <= batch_index]
 
 
-def check_budget(tensors: Mapping[str, Tensor], capacity: int, budget_gib: float) -> float:
-    """GiB of memory that ``capacity`` snapshots take on this rank. Raises EnvironmentFault when that is over the budget."""
-    one = sum(_local(t).numel() * t.element_size() for t in tensors.values()) / GIB
+def check_budget(tensors: Mapping[str, Tensor], capacity: int, budget_gib: float, world: World) -> float:
+    """GiB of memory that ``capacity`` snapshots take on the rank where they take the most. Raises EnvironmentFault, on every rank, when that is
+    over the budget. Collective."""
+    mine = sum(_local(t).numel() * t.element_size() for t in tensors.values()) / GIB
+    one = float(max_over_ranks([mine], world)[0].item())
     if one * capacity > budget_gib:
         fits = int(budget_gib / one)
+        where = " on the rank that holds most" if world.size > 1 else ""
         raise EnvironmentFault(
-            f"guard.snapshots={capacity} take {one * capacity:.2f} GiB, over guard.snapshot_budget_gib={budget_gib:g}; "
+            f"guard.snapshots={capacity} take {one * capacity:.2f} GiB{where}, over guard.snapshot_budget_gib={budget_gib:g}; "
             f"{fits} fit, or 0 goes back to checkpoints on disk only"
         )
     return one * capacity

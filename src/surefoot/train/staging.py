@@ -1,5 +1,6 @@
 """Host copies of a state, taken in one go so that training may go on while they are written."""
 
+import hashlib
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,15 @@ class Piece:
     """On the CPU, contiguous, a storage of its own."""
     shape: torch.Size
     offsets: torch.Size
+
+    @property
+    def box(self) -> tuple[object, ...]:
+        """Where it lies, of what: the whole's shape, its own place and shape, dtype."""
+        return tuple(self.shape), tuple(self.offsets), tuple(self.content.shape), self.content.dtype
+
+    def sha256(self) -> str:
+        """Of its bytes."""
+        return hashlib.sha256(self.content.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 class Staging:
