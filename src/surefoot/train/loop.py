@@ -50,9 +50,8 @@ def train(
     snapshots, memory = SnapshotRing(config.guard.snapshots), RowMemory()
     # A fault right after a resume has a state to go back to.
     snapshots.take(state)
-    recent, pace = Recent(), Pace()
+    recent, pace, replicas = Recent(), Pace(), Replicas(state.batch_index)
     horizon = Horizon(setup, data.loader.batch_starts, keeping, clock)
-    replicas = Replicas(state.batch_index)
     first = True
     while state.step < horizon.steps:
         begun = time.perf_counter()
@@ -67,12 +66,11 @@ def train(
         verdict = judge(state.guard, outcome.signals, config.guard, spent, probe, horizon.steps)
         seconds = time.perf_counter() - begun - probing
         judged = settle(Judged(batch, outcome, state.guard, verdict), recent, state, setup, data, keeping)
-        last = state.step >= horizon.steps or outcome.stop_asked
-        judged = replicas.look(judged, state, setup, keeping, last=last)
+        ending = state.step >= horizon.steps or outcome.stop_asked
+        judged = replicas.look(judged, state, setup, keeping, last=ending)
         state.guard = judged.verdict.state
         state.optimizer.zero_grad()
-        inside = probe_metrics(probe) if probe else {}
-        measured = speed(setup, batch, seconds, waited) | horizon.spent() | inside
+        measured = speed(setup, batch, seconds, waited) | horizon.spent() | (inside := probe_metrics(probe))
         report = describe(state, setup, data, judged, measured, replicas.digest)
         tell(report, state, setup, keeping, watchers)
         judge_held_out(report, state, setup, keeping)

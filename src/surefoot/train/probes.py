@@ -70,8 +70,10 @@ def probe_rows(data: TrainingData, setup: Setup) -> MicroBatch:
     )
 
 
-def probe_metrics(probe: ProbeSignals) -> dict[str, float]:
-    """The ``inside/*`` metrics of a probe; what was not measured is not written."""
+def probe_metrics(probe: ProbeSignals | None) -> dict[str, float]:
+    """The ``inside/*`` metrics of a probe, if there was one; what was not measured is not written."""
+    if probe is None:
+        return {}
     metrics: dict[str, float] = {}
     for role in probe.roles:
         metrics[f"inside/{role.role}/lr"] = role.lr
