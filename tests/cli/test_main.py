@@ -95,7 +95,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys: pytest.CaptureF
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        "command = 'doctr' is not one of train, fork, runs, report, sample, data, guard, drill, parity, coordcheck, sweep, transfer, advise, doctor, config; nearest: 'doctor'\n"
+        "command = 'doctr' is not one of train, fork, runs, report, sample, export, data, guard, drill, parity, coordcheck, sweep, transfer, advise, doctor, config; nearest: 'doctor'\n"
     )
 
 
