@@ -307,7 +307,7 @@ def test_two_ranks_train_under_torchrun(shell: Shell, shared: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "2 ranks (fsdp)" in done.stderr
+    assert "2 ranks (fsdp 2)" in done.stderr
     assert done.stdout.count("finished after step 24") == 1
     logs = shell.folder / "run" / "attempts" / "0001" / "logs"
     assert {path.name for path in logs.iterdir()} == {"rank-00000.log", "rank-00001.log"}

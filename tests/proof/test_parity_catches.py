@@ -26,6 +26,7 @@ from surefoot.config.optim import RolesConfig, RoleSettings
 from surefoot.data.loader import Loader
 from surefoot.data.pack import IGNORE
 from surefoot.model.loss import LossSums, next_token_loss
+from surefoot.model.rope import Rotation
 from surefoot.optim.adam import FusedAdam
 from surefoot.optim.newton_schulz import orthogonalise
 from surefoot.optim.optimizer import Optimizer
@@ -276,7 +277,7 @@ def test_rotary_angles_in_bf16_are_caught(anew: Parity, monkeypatch: Patch) -> N
     def rounded(positions_BT: Any, d_head: int, theta: float, dtype: torch.dtype) -> Any:
         angles = rotation(positions_BT, d_head, theta, dtype)
         turns = torch.atan2(angles.sin, angles.cos).bfloat16()
-        return angles._replace(cos=turns.cos().to(dtype), sin=turns.sin().to(dtype))
+        return Rotation(turns.cos().to(dtype), turns.sin().to(dtype))
 
     monkeypatch.setattr(transformer, "rotation", rounded)
     assert names(anew.judge(BY_HAND, "fp64"), "logits of a document 8192 positions further on")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from surefoot.config.layout import Layout
 from surefoot.config.run import RunConfig
 from surefoot.parallel.mesh import EnvironmentFault, World
 from surefoot.train.dry_run import dry_run, random_batch
@@ -63,7 +64,8 @@ def test_random_batches_are_as_the_model_takes_them_and_ranks_have_other_rows(co
     starts = np.flatnonzero(np.diff(batch.documents_BT[0])) + 1
     assert batch.positions_BT[0, starts].tolist() == [0] * len(starts) == [0]
     assert batch.num_targets == rows * length
-    other = random_batch(dataclasses.replace(setup, world=dataclasses.replace(ALONE, rank=1, size=2)))
+    second = dataclasses.replace(ALONE, rank=1, size=2, layout=Layout(data=2))
+    other = random_batch(dataclasses.replace(setup, world=second))
     assert other.tokens_BT.shape == (rows // 2, length)
     assert not np.array_equal(other.tokens_BT, batch.tokens_BT[: rows // 2])
     assert math.isclose(other.num_targets * 2, batch.num_targets)

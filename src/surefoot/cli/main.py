@@ -19,7 +19,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "data": ("surefoot.cli.data", "build, inspect and audit token shards"),
     "guard": ("surefoot.cli.guard", "say what the guard would have done on a training log"),
     "drill": ("surefoot.cli.drill", "put faults into small runs and keep the score of the guard"),
-    "parity": ("surefoot.cli.parity", "see whether layout changes training: a recipe on one process and under every layout"),
+    "parity": (
+        "surefoot.cli.parity",
+        "see whether layout changes training: a recipe on one process and under every layout",
+    ),
     "coordcheck": ("surefoot.cli.coordcheck", "see whether activations keep their size as a recipe grows"),
     "sweep": ("surefoot.cli.sweep", "try many settings of a recipe, several runs at once, and say which is best"),
     "transfer": ("surefoot.cli.transfer", "see whether the best learning rate stays where it is as a recipe grows"),
