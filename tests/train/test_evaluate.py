@@ -28,7 +28,7 @@ def fp64(config: RunConfig, vary: Callable[..., RunConfig]) -> RunConfig:
 def evaluated(rank: int, world: int, config: RunConfig, num_rows: int) -> list[DomainLoss]:
     """Every domain's loss of untrained weights, on the ranks that there are."""
     here = join_world(config.parallel)
-    setup, state = set_up(config, here)
+    setup, _ = set_up(config, here)
     data = TrainingData.open(config, prepare(config.data))
     return [evaluate(setup, rows, num_rows) for rows in data.held_out]
 
