@@ -28,6 +28,7 @@ check: dev       ## format, lint, types and the laws of the tree
 	@OMP_NUM_THREADS=1 $(RUN) pytest tests/architecture
 
 proof: dev       ## the long proofs; resumable, results under docs/proof
+	@OMP_NUM_THREADS=1 $(RUN) pytest -m "proof and not device"
 	@$(RUN) surefoot.proof.kill --kills 100 --out docs/proof
 	@.venv/bin/surefoot drill --out docs/proof/drill --markdown docs/drill.md
 	@.venv/bin/surefoot parity tiny --out docs/proof/parity --markdown docs/parity.md

@@ -37,6 +37,7 @@ def test_gaps_are_where_no_stream_runs_anything(script: ModuleType) -> None:
     assert gaps == [(2.0, "d", "e"), (1.0, "b", "d")]
 
 
+@pytest.mark.proof
 @pytest.mark.filterwarnings("ignore")
 def test_the_script_measures_compares_bits_and_names_what_it_left_out(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

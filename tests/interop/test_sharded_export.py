@@ -179,6 +179,7 @@ def test_damage_and_a_folder_that_is_there_are_refused_and_leave_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "there"]
 
 
+@pytest.mark.proof
 def test_the_command_exports_a_run_in_stages_that_transformers_reads_to_the_same_logits(
     config: RunConfig, vary: Callable[..., RunConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
