@@ -53,6 +53,10 @@ PIPELINE = ["--parallel.pp=2", "--parallel.micro_batch_size=4"]
             ["--parallel.cp=2", "--parallel.tp=2", "--parallel.cp_attention=all_to_all"],
             "parallel.cp=2 does not divide model.attention.num_kv_heads=2 (1 on each of parallel.tp=2)",
         ),
+        (
+            ["--parallel.cp=2", "--model.attention_backend=sdpa"],
+            "model.attention_backend='sdpa' has no effect with parallel.cp_attention='ring'",
+        ),
         (["--parallel.cp=2", *BUILD], "parallel.cp=2 cannot run model.attention.build='a:b'"),
         (
             ["--parallel.cp=2", "--model.feed_forward.kind=custom", "--model.feed_forward.build=a:b"],
@@ -300,3 +304,9 @@ def test_a_layout_is_said_axis_by_axis(settings: dict[str, Any], ranks: int, wor
 def test_a_batch_of_fewer_rows_than_ranks_is_refused_where_noise_is_measured_too() -> None:
     config = resolve(tiny(), [], ["--log.noise_every=2", "--data.batch_size=4"])
     assert any("data.batch_size=4" in text for text in validate(config, 8))
+
+
+def test_offload_is_refused_where_one_rank_would_ignore_it() -> None:
+    config = resolve(tiny(), [], ["--parallel.offload=true", "--parallel.data_parallel=zero1"])
+    assert validate(config, 2) == []
+    assert any("parallel.offload=true has no effect on one rank" in text for text in validate(config, 1))

@@ -105,6 +105,10 @@ def _context(model: ModelConfig, parallel: ParallelConfig) -> Iterator[Rule]:
     if isinstance(attention, Custom):
         text = f"parallel.cp={cp} cannot run model.attention.build={attention.build!r}: a custom attention does not say how its tokens meet those of other ranks"
         yield Rule(("parallel.cp", "model.attention"), f"{text}; use parallel.cp=1")
+    elif parallel.cp_attention == "ring" and model.attention_backend not in ("auto", "eager"):
+        key = "model.attention_backend"
+        text = f"{key}={model.attention_backend!r} has no effect with parallel.cp_attention='ring', which multiplies by itself"
+        yield Rule((key, "parallel.cp_attention"), f"{text}; leave it 'auto', or use 'all_to_all'")
     elif isinstance(attention, GroupedQueryAttention) and parallel.cp_attention == "all_to_all":
         common = math.gcd(attention.num_heads, attention.num_kv_heads) // parallel.tp
         for name in ("num_heads", "num_kv_heads"):
@@ -193,6 +197,9 @@ def rank_rules(data: DataConfig, parallel: ParallelConfig, world_size: int) -> I
             text = f"{world_size} ranks do not divide over {product}"
             yield Rule(keys, f"{text}; nearest numbers of ranks: {nearest_multiples(world_size, used)}")
         return
+    if parallel.offload and world_size == 1:
+        text = "parallel.offload=true has no effect on one rank, which shards nothing"
+        yield Rule(("parallel.offload",), f"{text}; leave it false, or start more ranks")
     ranks = world_size // used
     shard = parallel.shard_size
     if shard and ranks % shard:
